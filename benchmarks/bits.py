@@ -1,13 +1,12 @@
-"""The bits of a list of short runs, in this checkout and in an earlier version: only the code may have moved.
+"""Compare the results of short runs in this checkout bitwise with an earlier version.
 
     python benchmarks/bits.py --base abf7dba3             # exits with 1 if a run differs
     python benchmarks/bits.py --base abf7dba3 --only mpi  # runs whose name contains this
 
-The base gets a worktree and an environment in build/bits/. Bits depend on the processor, so they are kept
-there per processor. Of each run: losses and gradient norms, weights, best weights, and every file of the last
-checkpoint. Sums are compared on three and four ranks too: on two, a + b is the same in any order. "nodes" are
-two nodes as MPICH imagines them. What is chosen by processor (--matmul auto, --dtype auto) is never taken
-here.
+The base gets a worktree and an environment in build/bits/, with its results per processor type. Compares
+losses, gradient norms, weights, best weights, and all files of the last checkpoint. On two ranks the order of
+a sum does not matter, so some runs have three and four. MPICH simulates "2 nodes". Settings that depend on
+the processor (--matmul auto, --dtype auto) are not used.
 """
 
 from __future__ import annotations
@@ -36,15 +35,15 @@ ADAMW, GPT2 = (
 )
 THREE = f"{SMALL} --batch-size 12"
 BYTES = f"{SMALL} --tokenizer byte --seq-len 96"
-# What these begin with is made first; the model is that of "bytes".
+# ADAPTERS and CHATS use initial weights from the run "bytes".
 ADAPTERS = f"--init WEIGHTS --lora-rank 4 --seq-len 96 --batch-size 16 {TEXT}"
 CHATS = f"tune --weights WEIGHTS --data CHATS --seq-len 96 --batch-size 12 {HOW}"
-# A gradient one deviation off those before it is bad: where the weights hardly move, some are soon.
+# A gradient 1 standard deviation off is bad. If weights hardly move, some are bad soon.
 SPIKES = f"{ADAMW} --batch-size 4 --lr 1e-5 --spike-zscore 1 --bad-steps-allowed 1000"
 ROLLBACK = "--on-bad-step rollback"
-LONG = 40  # steps: outliers are looked for after 20
+LONG = 40  # steps; outlier detection starts after 20
 
-# name: ranks, how a run begins, and words that are given again when it resumes
+# name: ranks, options of the first start, options repeated on resume
 RUNS: dict[str, tuple[int, str, str]] = {
     "serial, 1 thread": (0, SMALL, "--threads 1"),
     "serial, 2 threads": (0, SMALL, "--threads 2"),
@@ -92,8 +91,8 @@ RUNS: dict[str, tuple[int, str, str]] = {
     "2 nodes, local steps": (4, SMALL, "--outer-every 3"),
 }
 TWO_NODES = {"MPIR_CVAR_NUM_CLIQUES": "2"}
-# The command, which leaves on rank 0 the names of the classes in the run: a lost callback changes
-# no bit. RENAMED has what the base called them.
+# Run the command and write the class names of the run's parts on rank 0: a missing callback changes
+# no result. RENAMED maps class names of the base to current names.
 ASSEMBLED = """
 import json
 import runpy
@@ -124,9 +123,9 @@ RENAMED = {
     "TimedClock": "TimedBudget",
     "Room": "FullDiskHandler",
 }
-# Options of the base that are settings by --set now.
+# Options of the base that are now settings of --set.
 FORMER = re.compile(r"--(matmul|spike-zscore|bad-steps-allowed) (\S+)")
-# Of the model of a run: what it writes and scores in each dtype.
+# Text and scores of a run's model in each dtype.
 MODELS = {
     f"{run}, written in {dtype}": (run, dtype)
     for run in ("serial, 2 threads", "as GPT-2")
@@ -140,7 +139,7 @@ VERBS = "ran slept sang ate"
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--base", required=True, metavar="REVISION", help="the version to compare with")
-    parser.add_argument("--only", default="", help="runs whose name has this in it")
+    parser.add_argument("--only", default="", help="only runs whose name contains this")
     args = parser.parse_args()
     base, differing = Base(args.base), 0
     with tempfile.TemporaryDirectory() as scratch:
@@ -160,7 +159,7 @@ def bits(name: str, files: Files) -> dict[str, str]:
 
 
 class Base:
-    """An earlier version, with a worktree and an environment of its own, and the bits that it gave here."""
+    """An earlier version with its own worktree and environment, and its results on this processor."""
 
     def __init__(self, revision: str) -> None:
         folder = ROOT / "build" / "bits" / revision
@@ -176,7 +175,7 @@ class Base:
         self._known = json.loads(self._path.read_text()) if self._path.exists() else {}
 
     def bits(self, name: str) -> dict[str, str]:
-        how = f"{name}: {RUNS.get(name) or MODELS.get(name)}"  # a row that has changed is run again
+        how = f"{name}: {RUNS.get(name) or MODELS.get(name)}"  # runs a changed row again
         if how not in self._known:
             self._known[how] = bits(name, self._files)
             self._path.write_text(json.dumps(self._known, indent=1) + "\n")
@@ -185,14 +184,13 @@ class Base:
 
 
 class Files:
-    """What the runs of one version begin with, made when it is first needed; `bin` has its commands."""
+    """The initial weights and data of one version's runs, created on first use; `bin` has its commands."""
 
     def __init__(self, folder: Path, bin: Path) -> None:
         self.folder, self.bin = folder, bin
         folder.mkdir(exist_ok=True)
 
     def weights(self, run: str) -> Path:
-        """Return the weights of a run to its end."""
         out = self.folder / run.replace(" ", "-")
         if not out.exists():
             _train(run, *_command(run, self), out, self)
@@ -207,7 +205,7 @@ class Files:
 
 
 def of_run(name: str, files: Files) -> dict[str, str]:
-    """Train to the end, and again by way of a stop half way, and return what is in the files."""
+    """Train without interruption, and with a stop halfway; return hashes of the files."""
     ranks, begin = _command(name, files)
     steps, again = LONG if ROLLBACK in begin else 12, f"train {RUNS[name][2]} --resume auto"
     constant = "--schedule constant --steps"
@@ -221,7 +219,6 @@ def of_run(name: str, files: Files) -> dict[str, str]:
 
 
 def of_model(run: str, dtype: str, files: Files) -> dict[str, str]:
-    """Return the text and the log-probabilities that the model of a run writes and scores, in this dtype."""
     words = f"infer --weights {files.weights(run)} --dtype {dtype} --threads 2 --json --seed 5 --n 3"
     words += " --max-new-tokens 24 --logprobs 3 --prompt-logprobs --prompt"
     found = json.loads(
@@ -231,14 +228,13 @@ def of_model(run: str, dtype: str, files: Files) -> dict[str, str]:
 
 
 def _lasting(found: Any) -> Any:
-    """Return what was printed without what differs from one process to the next."""
+    """Return the output without values that differ between processes."""
     if isinstance(found, dict):
         return {key: _lasting(value) for key, value in found.items() if key not in PASSING}
     return list(map(_lasting, found)) if isinstance(found, list) else found
 
 
 def _command(name: str, files: Files) -> tuple[int, str]:
-    """Return the ranks of a run and the words that it begins with."""
     ranks, begin, words = RUNS[name]
     if "WEIGHTS" in begin:
         begin = begin.replace("WEIGHTS", str(files.weights("bytes")))
@@ -253,7 +249,7 @@ def _train(name: str, ranks: int, words: str, out: Path, files: Files) -> None:
     stage = ["--stage", "mpi", "--threads", "1"] if ranks else []
     options = [*stage, "--progress", "plain", "--out", str(out)]
     env = TWO_NODES if name.startswith("2 nodes") else {}
-    command = [str(files.bin / "python"), "-P", "-c", ASSEMBLED]  # -P: not the package of this checkout
+    command = [str(files.bin / "python"), "-P", "-c", ASSEMBLED]  # -P: do not import this checkout's package
     if files.bin == Path(sys.executable).parent:
         words = FORMER.sub(lambda found: f"--set {found[1].replace('-', '_')}={found[2]}", words)
     _printed([*launcher, *command, *words.split(), *options], env)

@@ -18,13 +18,13 @@ from distgpt.core.base.errors import one_line
 from distgpt.show.plot import drawable, series_colour, set_ticks, style
 
 MARKS = "os^DvPX*"
-WIDTH = 10.5  # inches of a chart
-LINE = 60  # letters of a label's line
+WIDTH = 10.5  # inches
+LINE = 60  # characters of a label's line
 
 
 @dataclass(frozen=True)
 class Series:
-    """Points (x, y), joined by rising x. Dashed is for what was predicted or comes from elsewhere."""
+    """Points (x, y), joined in order of x. Dashed lines are predictions or external results."""
 
     name: str
     points: Sequence[tuple[float, float]]
@@ -33,9 +33,9 @@ class Series:
 
 @dataclass(frozen=True)
 class LineChart:
-    """Values over values. Unknown points are left out, and on a log axis those that are not positive.
+    """Values over values. Skips unknown points and, on a log axis, points that are not positive.
 
-    The description tells the chart to those who cannot see it.
+    The description is the text for screen readers.
     """
 
     title: str
@@ -47,12 +47,11 @@ class LineChart:
     log_y: bool = False
 
     def draw(self, axes: Any) -> float:
-        """Draw into axes; return the height that this takes in inches."""
         for i, series in enumerate(self.series):
             known = [(drawable(x), drawable(y)) for x, y in series.points]
             x, y = np.array(sorted(pair for pair in known if not math.isnan(pair[0]))).reshape(-1, 2).T
-            step = max(1, len(x) // 8)  # of marks, which several lines have at different places
-            width = 1.5 + min(3, len(self.series) - 1 - i)  # wider where later ones may cover it
+            step = max(1, len(x) // 8)  # between markers, offset so that lines do not share them
+            width = 1.5 + min(3, len(self.series) - 1 - i)  # wider for lines that later ones may cover
             look = {"color": series_colour(i), "linestyle": "--" if series.dashed else "-"}
             marks = {"marker": MARKS[i % len(MARKS)], "markevery": (i % step, step), "linewidth": width}
             axes.plot(x, y, **look, **marks, label=lines(series.name))
@@ -67,8 +66,6 @@ class LineChart:
 
 @dataclass(frozen=True)
 class Bar:
-    """A bar with a label on its left and a text at its end."""
-
     label: str
     value: float
     text: str
@@ -76,15 +73,12 @@ class Bar:
 
 @dataclass(frozen=True)
 class BarChart:
-    """Horizontal bars from top to bottom."""
-
     title: str
     description: str
     unit: str
     bars: Sequence[Bar]
 
     def draw(self, axes: Any) -> float:
-        """Draw into axes; return the height that this takes in inches."""
         values = np.array([bar.value for bar in self.bars], float)
         values[~np.isfinite(values)] = 0
         places = np.arange(len(values))
@@ -104,7 +98,7 @@ Chart = LineChart | BarChart
 
 
 def svg(chart: Chart, alone: bool = False) -> str:
-    """Return the chart as an element for a page or, with its title, as a file."""
+    """Return the chart as an SVG element or, with its title, as a file."""
     written = BytesIO()
     with style(**{"svg.hashsalt": one_line(chart.title)}):
         figure: Any = Figure(layout="constrained")
@@ -116,7 +110,7 @@ def svg(chart: Chart, alone: bool = False) -> str:
             axes.set_title(f"{lines(chart.title)}\n{axes.get_title('left')}")
         figure.savefig(written, format="svg", metadata=dict.fromkeys(("Date", "Creator", "Format", "Type")))
     text = written.getvalue().decode()
-    text = re.sub(r'<g id="[^"]*"', "<g", text[text.index("<svg ") :])  # nothing refers to groups
+    text = re.sub(r'<g id="[^"]*"', "<g", text[text.index("<svg ") :])  # groups are not referenced
     label = escape(one_line(f"{chart.title}. {chart.description}"))
     return text.replace("<svg ", f'<svg class="chart" role="img" aria-label="{label}" ', 1)
 

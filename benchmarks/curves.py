@@ -1,4 +1,4 @@
-"""Learning curves by tokens and by seconds: the points of our run and of a peer's, and a picture of both."""
+"""Learning curves of distgpt and another program, by tokens and by seconds, and a plot of both."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Point = tuple[float, float, float]  # tokens, seconds, loss
 
 
 def learning_arguments(about: str | None, runs: Path, **options: Any) -> Any:
-    """The command line of a program that trains us and a peer; its own options, and those of both."""
+    """Return the command line of a comparison: its own options and the common ones."""
     options["peer-python"] = {"required": True}
     options["dtype"] = {**options.get("dtype", {}), "choices": ("float32", "bfloat16")}
     options["picture"] = {"type": Path, "help": "where the curves go; into --runs if left out"}
@@ -30,7 +30,7 @@ def learning_arguments(about: str | None, runs: Path, **options: Any) -> Any:
 
 
 def trained(out: Path, *words: object, loss: str = "val_loss") -> list[Point]:
-    """Train into `out`. The seconds are the whole command's, from its start, without evaluations."""
+    """Train into `out` and return the points. Seconds are of the whole command without evaluations."""
     begun = time.perf_counter()
     distgpt("train", *words, "--progress", "plain", "--out", out)
     whole = time.perf_counter() - begun
@@ -45,7 +45,6 @@ def trained(out: Path, *words: object, loss: str = "val_loss") -> list[Point]:
 
 
 def by_peer(args: Any, folder: Path, *words: object, env: Mapping[str, str] | None = None) -> str:
-    """Run the peer's Python in a folder; return what it printed."""
     line = [args.peer_python, *map(str, words)]
     ended = subprocess.run(line, cwd=folder, env=env, capture_output=True, text=True)
     (args.runs / "peer.log").write_text(ended.stdout + ended.stderr)
@@ -55,16 +54,16 @@ def by_peer(args: Any, folder: Path, *words: object, env: Mapping[str, str] | No
 
 
 def points_in(text: str, loss: str, milliseconds: str, tokens: int) -> list[Point]:
-    """Return a peer's points from its lines: patterns of a step with its loss, and of a step's time."""
+    """Return the points in the output, given patterns of a step's loss and of its time."""
     took = [float(each) / 1e3 for each in re.findall(milliseconds, text)]
-    usual = sorted(took)[len(took) // 2]  # in place of steps that evaluate or compile
+    usual = sorted(took)[len(took) // 2]  # replaces steps that evaluate or compile
     after = list(itertools.accumulate(min(each, 3 * usual) for each in took))
     found = ((int(step), float(value)) for step, value in re.findall(loss, text))
     return [(step * tokens, after[step - 1], value) for step, value in found if step]
 
 
 def draw(curves: dict[str, Sequence[Point]], args: Any, loss: str, where: str = "") -> None:
-    """Draw each curve twice; the first is the peer's, with an unbroken line. An unknown time is NaN."""
+    """Draw each curve by tokens and by seconds; the other program's, the first, has a solid line. NaN: unknown time."""
     with style(**FONTS):
         figure: Any = Figure(figsize=(9, 4), layout="constrained")
         by_tokens, by_seconds = figure.subplots(1, 2, sharey=True)

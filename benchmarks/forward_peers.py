@@ -1,4 +1,4 @@
-"""The forward-pass study's peers: plain Python and PyTorch, with our weights and names."""
+"""The forward-pass study in plain Python and PyTorch, with distgpt's weights and names."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ from distgpt.core.model.counts import operations
 from distgpt.core.model.model import Architecture
 from distgpt.core.ops.kernels import Kernels
 
-MOST_NAMES = 512  # in a batch of PyTorch's, as in the study
+MOST_NAMES = 512  # per batch of PyTorch, the same as in the study
 
 
 def measure_plain(job: Job) -> dict[str, Any]:
-    """Measure plain Python: one pass, without warm-up; refuse what would take longer than `patience`."""
+    """Measure one pass in plain Python. Raise UsageError if it would take longer than `patience`."""
     expected = python_seconds(job.preset, job.names)
     if expected > job.patience:
         within = int(job.names * job.patience / expected)
         way = f"--names {within} fits into the {job.patience:g} s of --patience"
         raise UsageError(
             f"plain Python would take about {expected:,.0f} s for {count(job.names, 'name')} "
-            f"of {job.preset}: {way if within else 'raise --patience'}, or leave --method python out"
+            f"of {job.preset}; {way if within else 'raise --patience'}, or omit --method python"
         )
     model = initialised(job.preset, Kernels("float64"))
     weights = {name: values.tolist() for name, values in model.params.items()}
@@ -44,7 +44,7 @@ def measure_plain(job: Job) -> dict[str, Any]:
 
 
 def python_seconds(name: str, names: int) -> float:
-    """Estimate plain Python's time, from that of a long dot product."""
+    """Estimate the seconds of plain Python by timing a long dot product."""
     many = [1.0] * (1 << 16)
     begun = time.perf_counter()
     plain.dot(many, many)

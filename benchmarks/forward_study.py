@@ -1,11 +1,10 @@
-"""The forward-pass study: the mean loss over thousands of names by every method, and its table.
+"""The forward-pass study: time the mean loss over thousands of names with different methods.
 
     python benchmarks/forward_study.py --preset S --preset MS5 --peer PYTHON
-    mpirun -n 2 python benchmarks/forward_study.py --method mpi        measures these ranks
+    mpirun -n 2 python benchmarks/forward_study.py --method mpi        # measures these ranks
 
-Names differ in length: they are evaluated in batches of equal length (mean_loss.py), which ranks and threads
-divide up. All compute with the same weights, each in processes of its own; a loss that differs from the
-others' ends it.
+Ranks and threads share batches of names of equal length (mean_loss.py). All methods use the same weights, in
+separate processes. If losses differ, the program fails.
 """
 
 from __future__ import annotations
@@ -47,12 +46,12 @@ from distgpt.measure import jobs
 from distgpt.measure.jobs import BenchOptions, Row, say
 
 ALL_METHODS = ("python", *METHODS, "torch", "torch-batched")
-IN_DOUBLE = ("python", "serial")  # on one thread, whatever the others do
+IN_DOUBLE = ("python", "serial")  # always on one thread
 
 
 @dataclass(frozen=True, slots=True)
 class StudyOptions(BenchOptions):
-    """The command line. Without `methods` all that work here; `measure_only`: as a child that prints JSON."""
+    """The command line. `measure_only` is for child processes, which print JSON."""
 
     presets: Sequence[str] = ()
     names: int | None = None
@@ -70,49 +69,46 @@ class StudyOptions(BenchOptions):
 
     @property
     def is_rank(self) -> bool:
-        """Return whether this process measures itself, alone or as a rank, instead of starting others."""
+        """Return whether this process measures itself instead of starting others."""
         return self.measure_only or launched_as() > 1
 
     def only_job(self) -> Job:
-        """Return what a rank measures."""
         methods = self.methods or (["mpi"] if launched_as() > 1 else ["batched"])
         presets = self.presets or ("S",)
         if max(map(len, (presets, methods, self.dtypes))) > 1:
-            raise UsageError("launched as one job, the study measures one preset, method and dtype: name one")
+            raise UsageError("an mpirun job measures one preset, method and dtype; pass one of each")
         return self.job(presets[0], methods[0], self.dtypes[0])
 
 
 @click.command("forward_study.py", help=__doc__, context_settings={"show_default": True})
 @together(
-    click.option("--measure", "measure_only", is_flag=True, hidden=True),  # for the children
+    click.option("--measure", "measure_only", is_flag=True, hidden=True),  # for child processes
     result_options(name=""),
     click.option(
         "--patience",
         type=FiniteRange(0, min_open=True),
         default=60.0,
-        help="Seconds for all passes of a method, or it is measured on fewer names.",
+        help="Limit for all passes of a method, in seconds; slower methods use fewer names.",
     ),
-    click.option("--repeats", type=click.IntRange(1), default=5, help="Passes; the median counts."),
-    click.option(
-        "--threads", type=click.IntRange(1), help="Of each process. Default: its share of the cores."
-    ),
+    click.option("--repeats", type=click.IntRange(1), default=5, help="Passes to take the median of."),
+    click.option("--threads", type=click.IntRange(1), help="Threads per process  [default: share of cores]"),
     launch_options,
     click.option("--dtype", "dtypes", type=click.Choice(DTYPES), multiple=True, default=("float32",)),
     click.option(
         *("--method", "methods"),
         type=click.Choice(ALL_METHODS),
         multiple=True,
-        help="Repeatable; all that work here if left out.",
+        help="Method to measure; repeatable. Without it, measure all available ones.",
     ),
-    click.option("--names", type=click.IntRange(1), help="How many; as many as the study took if left out."),
+    click.option("--names", type=click.IntRange(1), help="Number of names  [default: the published number]"),
     click.option(
         *("--preset", "presets"),
         type=click.Choice(list(NAMES)),
         multiple=True,
-        help="Model and work; S if left out.",
+        help="Model and names; repeatable  [default: S]",
     ),
 )
-@click.option("--peer", help="A Python with PyTorch; this one if left out.")
+@click.option("--peer", help="Python with PyTorch.")
 def main(**given: Any) -> None:
     options = to_options(StudyOptions, given)
     if options.is_rank:
@@ -125,7 +121,7 @@ def main(**given: Any) -> None:
 
 
 def study_of(options: StudyOptions) -> Study:
-    """Refuse what cannot be measured here, before anything is."""
+    """Check that this machine can measure everything, before the first measurement."""
     peer = options.peer or sys.executable
     if options.peer is not None or any(method.startswith("torch") for method in options.methods):
         refuse_without_torch("--peer", peer)
@@ -136,20 +132,16 @@ def study_of(options: StudyOptions) -> Study:
     return Study(options, methods, launcher, peer)
 
 
-# -- what can be measured here
-
-
 def stage_of(method: str) -> str:
-    """Return the stage that a method of ours runs in."""
     return method if method in ("mpi", "cuda", "mpi-cuda") else "serial"
 
 
 def methods_and_launcher(options: StudyOptions) -> tuple[Sequence[str], Launcher | None]:
-    """Return the methods to measure, once each, and the launcher; refuse what cannot be measured here."""
+    """Return the methods to measure, once each, and the launcher, after checking them."""
     methods = list(dict.fromkeys(options.methods))
     if "bfloat16" in options.dtypes and set(methods) <= set(IN_DOUBLE) and methods:
         names = " and ".join(methods)
-        raise UsageError(f"--method {names} computes in float64: --dtype bfloat16 needs another")
+        raise UsageError(f"--method {names} computes in float64; for --dtype bfloat16, choose another method")
     launcher = None
     with_ranks = any(method.startswith("mpi") for method in methods)
     try:
@@ -164,21 +156,16 @@ def methods_and_launcher(options: StudyOptions) -> tuple[Sequence[str], Launcher
 
 
 def _available(launcher: Launcher | None) -> list[str]:
-    """Return the methods that this machine has."""
     gpus = driver()
     return ["serial", "batched"] + ["mpi"] * (launcher is not None) + ["cuda"] * bool(gpus and gpus.gpus)
 
 
 def dtypes_of(method: str, dtypes: Sequence[str]) -> Sequence[str]:
-    """Return the dtypes that the method is measured in, once each."""
     return ["float64"] if method in IN_DOUBLE else list(dict.fromkeys(dtypes))
 
 
-# -- measuring
-
-
 class Study:
-    """The methods to measure, and what it takes to start them."""
+    """The methods to measure and the information to start them."""
 
     def __init__(
         self, options: StudyOptions, methods: Sequence[str], launcher: Launcher | None, peer: str
@@ -187,12 +174,11 @@ class Study:
         self.peer = peer
 
     def rows(self, presets: Sequence[str]) -> list[Row]:
-        """Compare the methods on each preset."""
         work = [self.jobs(name, self.options.names or NAMES[name]) for name in presets]
         return with_speedups([row for jobs in work for row in self.compare(jobs)])
 
     def jobs(self, preset: str, names: int) -> list[Job]:
-        """Return what to measure of a preset, by every method and dtype; the slow ones first."""
+        """Return the measurements of a preset for each method and dtype, slow ones first."""
         found = []
         for method in sorted(self.methods, key=ALL_METHODS.index):
             if method == "python" and not (self.options.methods or self._suits_python(preset, names)):
@@ -203,11 +189,11 @@ class Study:
         return found
 
     def _suits_python(self, preset: str, names: int) -> bool:
-        """Return whether plain Python is measured unasked: at its own size, if it ends well in time."""
+        """Return whether to measure plain Python by default: the preset microgpt, if it is fast enough."""
         return preset == "microgpt" and python_seconds(preset, names) < self.options.patience / 2
 
     def compare(self, to_do: Sequence[Job]) -> list[Row]:
-        """Return rows of jobs with the same names and weights, whose losses must agree."""
+        """Measure jobs with the same names and weights and check that their losses agree."""
         rows = []
         for job in to_do:
             say(f"{job.preset}: {job.method}, {job.dtype}, {job.names:,} names")
@@ -218,7 +204,6 @@ class Study:
         return rows
 
     def measure(self, job: Job) -> dict[str, Any]:
-        """Measure in processes of their own."""
         if job.method.startswith("torch"):
             return measure_torch(self.peer, job)
         command = [*this_program(), *map(str, words_of(job))]
@@ -228,7 +213,7 @@ class Study:
         return jobs.answer(ended, f"--method {job.method} of preset {job.preset}")
 
     def check_part(self, part: Row) -> None:
-        """Compare a loss over the first names only with that of a batched pass over just these."""
+        """Compare a loss over the first names with a batched pass over the same names."""
         job = self.options.job(part["preset"], "batched", "float64", part["measured"])
         say(f"{job.preset}: the same {job.names:,} names batched, to compare with {part['method']}")
         again = self.measure(replace(job, repeats=1, patience=math.inf))
@@ -236,25 +221,21 @@ class Study:
 
 
 def this_program() -> list[str]:
-    """Return the command that started this program, which tests run inside of another."""
+    """Return the command that started this program. Tests run it inside another program."""
     line = sys.orig_argv
     at = [number for number, word in enumerate(line) if word.endswith(Path(__file__).name)]
     return line[: at[0] + 1] if at else [sys.executable, __file__]
 
 
 def words_of(job: Job) -> list[object]:
-    """Return the options that make a process measure this job."""
     words: list[object] = ["--measure"]
     for key in ("preset", "method", "names", "dtype", "repeats", "patience"):
         words += [f"--{key}", getattr(job, key)]
     return words + (["--threads", job.threads] if job.threads and job.method not in ON_GPU else [])
 
 
-# -- one measurement of ours
-
-
 def measure_as_rank(job: Job, threads: int | None) -> None:
-    """Measure one method as these ranks; rank 0 prints the result."""
+    """Measure one method on these ranks. Rank 0 prints the result."""
     if job.method == "python":
         print(json.dumps(measure_plain(job)))
         return

@@ -1,4 +1,4 @@
-"""What the forward-pass study measures: one method on the same names and weights. Rows must agree."""
+"""One measurement of the forward-pass study. Since names and weights are the same, losses must agree."""
 
 from __future__ import annotations
 
@@ -23,25 +23,32 @@ from distgpt.core.ops.kernels import Kernels
 from distgpt.measure.jobs import Row
 from distgpt.show.page import Block, Column, tabulated
 
-METHODS = ("serial", "batched", "mpi", "cuda", "mpi-cuda")  # ours, in the order of tables
+METHODS = ("serial", "batched", "mpi", "cuda", "mpi-cuda")  # distgpt's methods, in table order
 ONE_AT_A_TIME = ("serial",)
-NAMES = {"microgpt": 1000, "S": 2000, "M": 5000, "L": 10000, "VL": 20000, "XL": 30000}  # microgpt's is ours
+NAMES = {
+    "microgpt": 1000,
+    "S": 2000,
+    "M": 5000,
+    "L": 10000,
+    "VL": 20000,
+    "XL": 30000,
+}  # microgpt is not in the study
 NAMES |= dict.fromkeys(("MS5", "MM5", "ML5", "MVL5", "MXL5"), 5000)
 
-SEED = 1  # of the weights
-BOUNDARY = 0  # at both ends of a name; 1 … 26 for the letters
-ORDER = 11  # the seed that shuffles the names: the file is sorted by alphabet
-ROWS = 1 << 10  # fewer take longer to start, the activations of more leave the caches
+SEED = 1  # seed of the initial weights
+BOUNDARY = 0  # the token at both ends of a name; letters are 1 … 26
+ORDER = 11  # shuffles the names, since the file is sorted
+ROWS = 1 << 10  # Smaller batches have more overhead; larger ones exceed the caches.
 MOST_ROWS_ON_GPU = 1 << 18
-ONE = 1  # token: a batch then holds a single sequence
+ONE = 1  # token, so a batch has a single sequence
 
 
-AGREE = {"float64": 1e-9, "float32": 1e-4, "bfloat16": 3e-2}  # relative, by the coarser of the two types
+AGREE = {"float64": 1e-9, "float32": 1e-4, "bfloat16": 3e-2}  # relative tolerance of the less precise type
 
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """A measurement to make. `threads` 0: the stage's share of the cores."""
+    """A measurement. `threads` 0: the stage's share of the cores."""
 
     preset: str
     method: str
@@ -73,7 +80,6 @@ def measure(job: Job, stage: Stage) -> dict[str, Any]:
 
 
 def initialised(name: str, kernels: Kernels) -> Model:
-    """Return the preset's model with the weights that every method computes with."""
     model = Model(Architecture(preset(name).model), kernels)
     model.initialise(SEED)
     return model
@@ -84,12 +90,12 @@ def sequences(names: int) -> Sequences:
 
 
 def rows_at_once(model: Model, stage: Stage) -> int:
-    """Return the predictions in a batch: on a GPU as many as fit into half of its free memory."""
+    """Return the predictions per batch. On a GPU, they fill up to half of the free memory."""
     if not stage.on_gpu:
         return ROWS
     c, k = model.config, model.kernels
-    elements = sum(layers.activation_widths(c).values()) + 4 * c.n_embd  # one layer's, and what is around it
-    wide = 8 * (c.n_head + 13)  # statistics and tokens, of 8 bytes at most
+    elements = sum(layers.activation_widths(c).values()) + 4 * c.n_embd  # a layer and its input and output
+    wide = 8 * (c.n_head + 13)  # statistics and tokens, at most 8 bytes each
     free = (stage.free_memory()[0] - k.logits_bytes) // 2
     return max(1, min(MOST_ROWS_ON_GPU, free // (elements * int(k.dtype.itemsize) + wide)))
 
@@ -99,14 +105,14 @@ def tokens_of(name: str) -> list[int]:
 
 
 def bundled_names(count: int) -> list[str]:
-    """Return that many of the bundled names, always the same; from the start again when they run out."""
+    """Return that many bundled names, repeated if necessary."""
     names = bundled("data", "names.txt").read_text().split()
     random.Random(ORDER).shuffle(names)
     return [names[i % len(names)] for i in range(count)]
 
 
 def row_of(job: Job, found: dict[str, Any]) -> Row:
-    """Return a table's row. Where fewer names were `measured`, `seconds` grow with their predictions."""
+    """Return a table row. If fewer names were `measured`, scale `seconds` by the number of predictions."""
     tokens, measured = (sequences(names).predictions for names in (job.names, found["measured"]))
     kept = ("ranks", "threads", "measured", "all_seconds", "loss", "peak_memory")
     return {
@@ -123,7 +129,7 @@ def row_of(job: Job, found: dict[str, Any]) -> Row:
 
 
 def refuse_different_losses(rows: Sequence[Row]) -> None:
-    """Refuse losses over the same names that differ from the most precise row's by more than rounding."""
+    """Raise UsageError if a loss differs by more than rounding from the most precise row."""
     by_precision = sorted(rows, key=lambda row: list(AGREE).index(row["dtype"]))
     for row in rows:
         reference = by_precision[0]
@@ -138,14 +144,13 @@ def refuse_different_losses(rows: Sequence[Row]) -> None:
 
 
 def with_speedups(rows: Sequence[Row]) -> list[Row]:
-    """Add how much faster each row is than serial on the same work, where that was measured too."""
+    """Add each row's speedup over serial for the same work, if serial was measured."""
     serial = {(row["preset"], row["names"]): row["seconds"] for row in rows if row["method"] == "serial"}
     plain = [serial.get((row["preset"], row["names"])) for row in rows]
     return [row | {"speedup": s and s / row["seconds"]} for row, s in zip(rows, plain, strict=True)]
 
 
 def is_scaled(row: Row) -> bool:
-    """Return whether a row's seconds are scaled up from those of a part of the names."""
     return bool(row["measured"] < row["names"])
 
 
@@ -154,12 +159,11 @@ def seconds(row: Row) -> str:
 
 
 def times(row: Row) -> str:
-    """Format how many times as fast as the plain way it is, if that was measured."""
     return three_digits(row["speedup"]) if row["speedup"] else ""
 
 
 def _megabytes(row: Row) -> str:
-    """Format the memory of all of its processes, and what they took on GPUs."""
+    """Format the memory of all processes and their GPU memory."""
     gpu = row.get("peak_gpu_memory")
     return f"{sum(row['peak_memory']) / 1e6:,.0f}" + (f" + {sum(gpu) / 1e6:,.0f} GPU" if gpu else "")
 
@@ -177,7 +181,7 @@ COLUMNS: tuple[Column, ...] = (
 
 
 def blocks(found: dict[str, Any]) -> list[Block]:
-    """Return the table. A star marks what was measured on a part of the names."""
+    """Return the table. A star marks extrapolated values."""
     rows = found["rows"]
     notes = [
         f"* {row['preset']}, {row['method']}: in proportion from {row['measured']:,} of "

@@ -1,9 +1,9 @@
-"""distgpt against PyTorch on one GPU; a table at the end, and all results as JSON.
+"""Compare distgpt with PyTorch on one GPU; print a table and write JSON.
 
     python benchmarks/gpu.py [--only GROUP …] [--seconds 460] [--peer PYTHON] [--out FILE]
 
-`make bench-gpu` runs it. Each measurement is a process of its own with a time limit: one that fails, hangs or
-breaks the device ends alone, and the rows that it had printed are kept.
+`make bench-gpu` runs this. Each measurement is a separate process with a time limit. If it fails, hangs or
+breaks the device, its earlier rows are kept and the other measurements run.
 """
 
 from __future__ import annotations
@@ -31,23 +31,25 @@ from distgpt.core.config import ModelConfig
 from distgpt.core.config.presets import preset
 
 HERE = Path(__file__).resolve().parent
-BAR = {"GPT-2": 1.05, "autotune": 1.05, "gpt-mini": 2.0, "forward XL": 2.0}  # times the best of PyTorch's
-MEMORY_BOUND = 0.8  # of the bandwidth of a copy
-LEAST = 10  # seconds that a measurement is worth starting for
+BAR = {"GPT-2": 1.05, "autotune": 1.05, "gpt-mini": 2.0, "forward XL": 2.0}  # ratio to PyTorch's fastest mode
+MEMORY_BOUND = 0.8  # share of a copy's bandwidth
+LEAST = 10  # minimum remaining seconds to start a measurement
 TEXT = ("--data", "corpus", "--tokenizer", "byte", "--val-fraction", "0", "--grad-accum", "1")
 TOY = {"n_layer": 1, "n_head": 2, "n_embd": 16, "seq_len": 8, "vocab_size": 300}
 PEERS = {
     "PyTorch, compiled": {"compile": "default"},
     "PyTorch, compiled, cuDNN attention": {"compile": "default", "attention": "cudnn"},
     "PyTorch, compiled, CUDA graphs": {"compile": "reduce-overhead"},
-    "PyTorch, max-autotune": {"compile": "max-autotune-no-cudagraphs"},  # minutes to compile: by --only alone
+    "PyTorch, max-autotune": {
+        "compile": "max-autotune-no-cudagraphs"
+    },  # compiles for minutes, so only with --only
 }
 
 Found = dict[str, Any]
 
 
 class Measurements:
-    """The command of each measurement by "group/who", with its time limit, the most important ones first."""
+    """The command and time limit of each measurement, by "group/program", most important first."""
 
     def __init__(self, args: argparse.Namespace, scratch: Path) -> None:
         self.commands: dict[str, tuple[float, list[str]]] = {}
@@ -88,7 +90,7 @@ class Measurements:
         return [*words, *toy, "--batch-size", 2, "--steps", 4]
 
     def _train(self, group: str, name: str, dtype: str, batch: int, *peers: str) -> None:
-        """Ours first and last: if the GPU grows slower as it gets warm, this shows."""
+        """Measure distgpt first and last, to show whether the GPU slows down as it warms up."""
         steps, out = 20 if name == "gpt2" else 100, self._scratch / "bench"
         ours = self._ours(name, dtype, batch, "bench train", steps)
         ours += ["--sample-every", 0, "--json", "--out", out]
@@ -100,7 +102,7 @@ class Measurements:
         self._add(f"{group}/ours again", 90, ours)
 
     def _decoding(self, group: str, new: int) -> list[Any]:
-        """Return a command that decodes with weights which the group makes first."""
+        """Return a command that decodes with weights created by the first measurement of the group."""
         weights = self._scratch / group.replace(" ", "-") / "weights.safetensors"
         words = [*self._ours("gpt2", "bfloat16", 1, "train", 1), "--out", weights.parent]
         self._add(f"{group}/weights", 60, [*words, "--sample-every", 0])
@@ -117,7 +119,7 @@ class Measurements:
         self._add(f"{group}/own", 90, [sys.executable, HERE / "gpu_kernels.py", what, *switches])
 
     def _forward(self, name: str) -> None:
-        """The study compares the losses of its methods: the GPU's with those of the cores."""
+        """Compare losses on the GPU with losses on the CPU."""
         count, out = 20 if self._args.quick else 5000, self._scratch / "bench"
         for dtype in ("float32", "bfloat16"):
             study = [*self._args.python, HERE / "forward_study.py"]
@@ -140,7 +142,7 @@ class Measurements:
         many = self._decoding("decoding many", new)
         for count in (1, 32, 128):
             at_once = min(count, 3) if self._args.quick else count
-            self._add(f"decoding many/ours, {count} at once", 60, [*many, "--n", at_once])
+            self._add(f"decoding many/ours, {count} in parallel", 60, [*many, "--n", at_once])
         self._ask("decoding/Hugging Face", 60, do="decode", shape=for_torch(self._shape("gpt2")), new=new)
 
 
@@ -171,13 +173,13 @@ def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="distgpt against PyTorch on one GPU.")
     parser.add_argument("--only", nargs="+", metavar="GROUP", help="as in the table: kernels, ablation, …")
     parser.add_argument("--seconds", type=float, default=460, help="for everything together")
-    parser.add_argument("--peer", help="Python of an environment with PyTorch; this one's if left out")
-    parser.add_argument("--out", type=Path, help="JSON file; benchmarks/results/gpu-DATE.json if left out")
+    parser.add_argument("--peer", help="Python with PyTorch; default sys.executable")
+    parser.add_argument("--out", type=Path, help="JSON file (default: benchmarks/results/gpu-DATE.json)")
     parser.add_argument("--quick", action="store_true", help="toy sizes: whether it runs, not how fast")
-    parser.add_argument("--host", action="store_true", help="on the tests' stand-in for a GPU; takes --quick")
+    parser.add_argument("--host", action="store_true", help="run on the CUDA emulator; requires --quick")
     args = parser.parse_args()
     if args.host and not args.quick:
-        parser.error("--host needs --quick: the stand-in computes a thousand times slower than a GPU")
+        parser.error("--host requires --quick: the emulator is 1,000 times slower than a GPU")
     if args.peer is None and importlib.util.find_spec("torch") is not None:
         args.peer = sys.executable
     stand_in = HERE.parent / "tests" / "gpu" / "hostgpu.py"
@@ -189,7 +191,7 @@ def arguments() -> argparse.Namespace:
 
 
 def measure(name: str, most: float, command: list[str], found: Found) -> None:
-    """Run one command in a process group, of which nothing stays behind, and fill in what it printed."""
+    """Run one command, kill its process group at the end, and fill in the output."""
     if most < LEAST:
         found["error"] = "not started: no time left"
         return
@@ -197,7 +199,7 @@ def measure(name: str, most: float, command: list[str], found: Found) -> None:
     with tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace") as output:
         try:
             ended = run(command, timeout=most, output=output)
-        finally:  # also what was printed before an interrupt
+        finally:  # includes output before an interrupt
             output.seek(0)
             read(output.read(), found)
     found |= {"wall_s": ended.seconds, "stderr": ended.errors[-5000:].strip()}
@@ -207,7 +209,6 @@ def measure(name: str, most: float, command: list[str], found: Found) -> None:
 
 
 def read(output: str, found: Found) -> None:
-    """Keep what a measurement printed: an object of JSON, rows of JSON line by line, or text."""
     for text in (output, *output.splitlines()):
         try:
             value = json.loads(text)
@@ -223,7 +224,7 @@ def read(output: str, found: Found) -> None:
 
 
 def table(results: Found) -> Iterator[str]:
-    """A page: who was how fast, the ratio to the best of PyTorch's, the kernels, and what failed."""
+    """Return the page: speeds, ratios to PyTorch's fastest mode, kernels, and failures."""
     yield f"GPU benchmark, {results['date']}, {results['seconds']:.0f} s{', toy sizes' * results['quick']}"
     groups: dict[str, Found] = {}
     for name, found in results["found"].items():
@@ -240,10 +241,9 @@ def table(results: Found) -> Iterator[str]:
 
 
 def comparison(group: str, contestants: Found) -> Iterator[str]:
-    """By tokens per second, or passes per second."""
     speeds, best = {}, {"ours": 0.0, "theirs": 0.0}
     for who, found in contestants.items():
-        row = (found.get("rows") or [found])[-1]  # of `distgpt bench` the last row
+        row = (found.get("rows") or [found])[-1]  # the last row of `distgpt bench`
         if "tokens_per_s" in row or "loss" in row:
             speeds[who] = speed = row.get("tokens_per_s") or 1 / row["seconds"], row.get("mfu")
             side = "ours" if who.startswith("ours") else "theirs"

@@ -1,11 +1,10 @@
-"""Presets in full width train on a GPU as on a CPU: losses of the CPU are made before, and compared there.
+"""Train presets in full width on a GPU and compare the losses with losses computed on a CPU in advance.
 
     python benchmarks/gpu_agreement.py make FILE                        on a CPU: seconds to minutes
     python benchmarks/gpu_agreement.py check FILE [--stage cuda] [--out FILE] [--only NAME …]
 
-Few layers and rows, so that a CPU can do it; widths, heads, groups, windows and optimizers are the presets'.
-The CPU computes in float32. Exit code 1: a loss is farther away than its type may be. Each line is printed as
-it is found. `--quick`: toy sizes.
+Models have few layers and rows, to be fast on a CPU, but the presets' widths, heads, groups, windows and
+optimizers. The CPU uses float32. Exit code 1: a loss exceeds its type's tolerance. `--quick`: toy sizes.
 """
 
 from __future__ import annotations
@@ -41,8 +40,8 @@ CASES: dict[str, tuple[str, dict[str, Any], int]] = {
     "qwen3": ("qwen3-0.6b", SMALLER | {"n_layer": 3}, 6),
 }
 TOY = {"n_layer": 1, "n_head": 2, "n_kv_head": 0, "n_embd": 32, "seq_len": 16, "batch_size": 2}
-WITHIN = {"float32": 1e-4, "bfloat16": 2e-2}  # relative, of any loss
-NEW = 32  # tokens, written greedily by the trained model
+WITHIN = {"float32": 1e-4, "bfloat16": 2e-2}  # maximum relative error of a loss
+NEW = 32  # new tokens, decoded greedily by the trained model
 
 
 class Found(NamedTuple):
@@ -59,7 +58,6 @@ def run_of(name: str, dtype: str, quick: bool) -> tuple[RunConfig, int]:
 
 
 def trained(stage: Stage, run: RunConfig, steps: int) -> Found:
-    """Train on tokens that have something to learn, and continue a prompt."""
     size = run.train.batch_size * run.model.seq_len * 4 + 1
     ids = np.random.default_rng(0).zipf(1.5, size) % run.model.vocab_size
     step = make_steps(run, stage, lambda text: None)

@@ -1,10 +1,9 @@
-"""Make what a session on a GPU needs and its machine lacks: a folder for each block, to travel with the tree.
+"""Prepare files for a GPU machine without a network: a directory for each block of gpu_session.sh.
 
     python benchmarks/gpu_carry.py A [N B C] [--into build/carry]
 
-Needs a network and a C++ compiler, no GPU. A folder has, as the block uses it: cubins by the device's NVRTC,
-wheels, losses of this CPU, texts, the commit. C needs --train and --val. The size is printed, and refused
-above 64 MiB. `benchmarks/gpu_session.sh` reads it.
+Requires a network and a C++ compiler, but no GPU. Depending on the block, a directory has cubins for the GPU
+machine, wheels, losses of this CPU, training data, and the commit. Its size must be at most 64 MiB.
 """
 
 from __future__ import annotations
@@ -24,16 +23,16 @@ import zipfile
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
-MOST = 64 << 20  # bytes, of a folder
-ARCH, NVRTC, PYTHON = "sm_90", "13.0", "3.12"  # of the device's machine: the cache's key has the first two
+MOST = 64 << 20  # bytes per directory
+ARCH, NVRTC, PYTHON = "sm_90", "13.0", "3.12"  # the GPU machine's; the cache key has the first two
 SYSTEMS = [f"manylinux_2_{minor}_x86_64" for minor in (28, 27, 24, 17, 12, 5)] + ["manylinux2014_x86_64"]
 
-# What is there already is not installed. NumPy, CuPy, pytest and pytest-xdist have to be there.
+# Installed packages are skipped. NumPy, CuPy, pytest and pytest-xdist must be installed.
 PACKAGE = ("click", "rich", "markdown-it-py", "mdurl", "pygments", "jinja2", "markupsafe", "tokenizers")
 PACKAGE += ("safetensors",)
 LOOPS = ("numba", "llvmlite")  # the largest by far
 RANKS = ("mpi4py", "mpich")
-CUDNN = ("nvidia-cudnn-frontend>=1.28,<1.33",)  # without it our own attention runs, and every figure is lower
+CUDNN = ("nvidia-cudnn-frontend>=1.28,<1.33",)  # without it, distgpt's slower attention kernels run
 SERVER = ("starlette", "uvicorn", "anyio", "h11", "idna", "sniffio", "typing-extensions")
 NANOCHAT = ("rustbpe", "tiktoken", "regex")
 WHEELS = {
@@ -42,15 +41,15 @@ WHEELS = {
     "B": (*PACKAGE, *LOOPS, *CUDNN),
     "C": (*PACKAGE, *LOOPS, *CUDNN, *NANOCHAT),
 }
-LOSSES = {"A": (), "N": ("fast", "gpt-mini")}  # of which cases: (), all
-# What a part of a folder consists of; the first of some is there only while it is made.
+LOSSES = {"A": (), "N": ("fast", "gpt-mini")}  # names of the cases; () means all
+# The parts of a directory; the first file of some is temporary.
 MADE = {
     "cache": ("cache", "cache.tar.xz"),
     "wheels": ("downloads", "wheels.tar.xz"),
     "losses": ("losses.json",),
     "texts": ("texts", "nanochat", "nanochat-base"),
 }
-COMPILED, TESTED, READ = "ABC", "A", "C"  # blocks with cubins, with those of the tests too, with texts
+COMPILED, TESTED, READ = "ABC", "A", "C"  # blocks with cubins, with cubins of tests, with training data
 
 
 def main() -> int:
@@ -80,25 +79,26 @@ def main() -> int:
 
 
 def arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description="Make what a session on a GPU needs and its machine lacks.")
+    parser = argparse.ArgumentParser(description="Prepare files for a GPU machine without a network.")
     parser.add_argument("block", nargs="*", help="A, N, B or C; all if none is named")
     parser.add_argument("--into", type=Path, default=HERE.parent / "build" / "carry")
-    parser.add_argument(
-        "--only", nargs="+", choices=tuple(MADE), help="make these anew, and leave the others as they are"
-    )
+    parser.add_argument("--only", nargs="+", choices=tuple(MADE), help="create only these parts again")
     parser.add_argument("--quick", action="store_true", help="losses of toy sizes, no cubins of tests")
     parser.add_argument("--without", nargs="+", default=[], metavar="PACKAGE")
-    parser.add_argument("--train", type=Path, help="C: documents to learn from, a text on each line as JSON")
+    parser.add_argument("--train", type=Path, help="for C: training documents as JSON lines with text")
     parser.add_argument("--val", type=Path, help="C: documents that are held out")
     parser.add_argument("--nanochat", type=Path, help="C: a checkout of it")
     parser.add_argument(
-        "--nanochat-base", type=Path, help="C: its NANOCHAT_BASE_DIR, with texts and tokenizer"
+        "--nanochat-base", type=Path, help="NANOCHAT_BASE_DIR with documents and tokenizer, for C"
     )
     parser.add_argument(
-        "--lacking", type=Path, help="print the wheels of a folder that this Python lacks; no more"
+        "--lacking", type=Path, help="print the wheels in a directory that this Python lacks, and exit"
     )
     parser.add_argument(
-        "--commit", type=Path, metavar="FOLDER", help="print this tree's commit, by .git or a folder; no more"
+        "--commit",
+        type=Path,
+        metavar="FOLDER",
+        help="print this tree's commit, from .git or a directory, and exit",
     )
     args = parser.parse_args()
     args.only = args.only or list(MADE)
@@ -113,11 +113,11 @@ def arguments() -> argparse.Namespace:
 def needs_of_texts(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
     reads = "texts" in args.only and any(block in READ for block in args.block)
     if reads and not (args.train and args.val):
-        parser.error("block C needs --train and --val, the texts that it learns from")
+        parser.error("block C requires --train and --val")
     if bool(args.nanochat) != bool(args.nanochat_base):
         parser.error("--nanochat and --nanochat-base need each other")
     if not reads and (given := args.nanochat or args.train or args.val):
-        parser.error(f"{given} is for block C, with its texts")
+        parser.error(f"{given} requires block C with --train and --val")
 
 
 def fill(block: str, folder: Path, args: argparse.Namespace) -> None:
@@ -127,7 +127,7 @@ def fill(block: str, folder: Path, args: argparse.Namespace) -> None:
             shutil.rmtree(old)
         else:
             old.unlink(missing_ok=True)
-    # What stays of these is from the tree that commit.txt names, which need not be this one.
+    # Remaining parts are from the tree in commit.txt, which may differ from this one.
     if not any((folder / name).exists() for name in ("cache.tar.xz", "losses.json")):
         (folder / "commit.txt").write_text(f"{described()}\n{digest()}\n")
     if "cache" in wanted and block in COMPILED:
@@ -156,7 +156,6 @@ def printed(*words: str) -> str:
 
 
 def described() -> str:
-    """Return the commit, its mark if the tree differs, and what it says; "" without .git."""
     if not ((HERE.parent / ".git").exists() and shutil.which("git")):
         return ""
     commit = printed("git", "describe", "--always", "--dirty").strip()
@@ -164,25 +163,25 @@ def described() -> str:
 
 
 def digest() -> str:
-    """Return what tells this tree's package from another's, with git or without."""
+    """Return a hash that identifies this tree's package, with or without git."""
     package, found = HERE.parent / "distgpt", hashlib.sha256()
     for path in sorted(package.rglob("*")):
         name = path.relative_to(package)
-        # Left out is what git ignores: it is made where the package runs.
+        # Skip files that git ignores, which are created at run time.
         if path.is_file() and "__pycache__" not in name.parts and name.parts[0] != "compiled":
             found.update(f"{name.as_posix()}\0{path.stat().st_size}\0".encode() + path.read_bytes())
     return found.hexdigest()
 
 
 def commit_of_this_tree(carried: Path) -> tuple[str, str]:
-    """Return the commit, by .git or else by the carry if it is of the same package, and a warning."""
+    """Return the commit from .git or from the directory, if it has the same package, and a warning."""
     file, here = carried / "commit.txt", described()
     if not file.exists():
         return here or "unknown", "" if here else f"there is neither .git nor {file}: no commit is known"
     commit, *digests = file.read_text().splitlines() or [""]
     if digests != [digest()]:
-        about = f"{carried} was made from another tree than this, {commit or 'of no known commit'}"
-        return here or "unknown", f"{about}: cubins are compiled anew, and its losses may differ"
+        about = f"{carried} was made from another tree, {commit or 'with an unknown commit'}"
+        return here or "unknown", f"{about}: cubins will be compiled again, and losses may differ"
     found = here or commit
     return found or "unknown", "" if found else f"{file} names no commit"
 
@@ -206,7 +205,7 @@ def size_of(path: Path) -> int:
 
 
 def cubins(cache: Path, into: Path, of_tests: bool) -> None:
-    """Compile by the device's version of NVRTC: that of this Python, or one in an environment of its own."""
+    """Compile with the GPU machine's version of NVRTC, from this Python or from a separate environment."""
     python = into / "nvrtc" / "bin" / "python"
     if (
         printed(sys.executable, "-c", "from distgpt.gpu.compiling import *; print(nvrtc_version())").strip()
@@ -217,7 +216,7 @@ def cubins(cache: Path, into: Path, of_tests: bool) -> None:
         run(sys.executable, "-m", "venv", into / "nvrtc")
         run(python, "-m", "pip", "install", "-q", "-e", ".[test]", f"nvidia-cuda-nvrtc=={NVRTC}.*")
     run(python, HERE / "kernel_resources.py", "--fill-cache", "--arch", ARCH, XDG_CACHE_HOME=str(cache))
-    if of_tests:  # on the processor the tests run the same kernels: each is compiled for the GPU too
+    if of_tests:  # the tests run these kernels on the CPU; compile them for the GPU as well
         every = (HERE.parent / "tests" / "gpu").glob("test_*.py")
         files = sorted(each for each in every if "devices import" in each.read_text())
         words = (*files, "-m", "not slow", "-q", "-p", "no:cacheprovider")
@@ -225,7 +224,6 @@ def cubins(cache: Path, into: Path, of_tests: bool) -> None:
 
 
 def wheels(packages: list[str], archive: Path) -> None:
-    """Fetch wheels for the machine's Python, and pack what they hold: xz makes half of what zip makes."""
     downloads = archive.parent / "downloads"
     about = [
         "--no-deps",
@@ -242,14 +240,13 @@ def wheels(packages: list[str], archive: Path) -> None:
 
 
 def pack(paths: list[Path], archive: Path) -> None:
-    """Put wheels, stored instead of compressed, into one archive."""
     with tarfile.open(archive, "w:xz", preset=6) as tar:
         for path in paths:
             stored = io.BytesIO()
             with zipfile.ZipFile(path) as before, zipfile.ZipFile(stored, "w", zipfile.ZIP_STORED) as after:
                 for info in before.infolist():
                     kept = zipfile.ZipInfo(info.filename, info.date_time)
-                    kept.external_attr = info.external_attr  # programs stay executable
+                    kept.external_attr = info.external_attr  # keep programs executable
                     after.writestr(kept, before.read(info.filename))
             about = tarfile.TarInfo(path.name)
             about.size = stored.tell()
@@ -280,7 +277,7 @@ def texts(folder: Path, args: argparse.Namespace) -> None:
 
 
 def rewrite(shard: Path) -> None:
-    """Put a shard's texts into what peers/for_nanochat reads: pyarrow's wheel takes most of 64 MiB."""
+    """Write a shard as JSON lines for peers/for_nanochat, since pyarrow's wheel takes most of 64 MiB."""
     from pyarrow.parquet import ParquetFile
 
     file = ParquetFile(shard)

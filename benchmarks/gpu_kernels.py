@@ -1,8 +1,8 @@
-"""Time each kernel and each matmul of a GPT-2 124M training step on a GPU, alone; and an ablation of matmuls.
+"""Time the kernels and matmuls of a GPT-2 124M training step on a GPU one by one, or kinds of matmul.
 
     python benchmarks/gpu_kernels.py step|ablation [--quick] [--host]
 
-Prints one JSON object per row. `--quick`: toy sizes; `--host`: on the tests' stand-in for a GPU.
+Prints one JSON object per row. `--quick`: toy sizes; `--host`: on the CUDA emulator.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ from distgpt.gpu.matmul import Matmul
 from distgpt.gpu.stage import kernels_on, open_device
 
 TOY = ModelConfig(vocab_size=13, seq_len=8, n_layer=2, n_head=3, n_embd=24, vocab_multiple=8)
-CHOICES = ("fused", "apart")  # in the order in which `LinearKernels` offers them
+CHOICES = ("fused", "apart")  # the order of `LinearKernels`
 LONG_SERIES = 0.3  # seconds
-# Array arguments that a kernel reads and writes, so that they count twice, and those it reads only a part of.
+# Array arguments that a kernel reads and writes, which count twice, and arguments that it reads in part.
 TWICE = {"cross_entropy": (1,), "adamw": (0, 2, 3), "rope": (0,), "norm_backward": (4,)}
-ONCE = ("add_up_tiles",)  # what another run would not find its input for
+ONCE = ("add_up_tiles",)  # cannot be repeated, since it changes its input
 PARTLY = {"embed": (2,), "token_gradient": (0,), "token_gradient_across": (0,)}
 
-TILE = 16  # threads to a side of a block of matmul.cu
+TILE = 16  # threads per side of a block in matmul.cu
 NAME_ROWS, NAMES = 8, 512
 LAYERS = {"S": (64, 256), "L": (256, 1024), "XL": (512, 2048)}  # inputs and outputs of an MLP's first layer
 TOLERANCE = {"float64": 1e-12, "float32": 1e-4, "bfloat16": 2e-2}
@@ -47,7 +47,7 @@ Row = dict[str, Any]
 
 
 def first_calls(of: Any, method: str, key: int) -> dict[Any, Any]:
-    """The first call of a method from now on for each value of its argument number `key`, to be repeated."""
+    """Record the first call of a method for each value of argument number `key`, to repeat it later."""
     found: dict[Any, Any] = {}
     call = getattr(of, method)
 
@@ -60,7 +60,6 @@ def first_calls(of: Any, method: str, key: int) -> dict[Any, Any]:
 
 
 def opened(host: bool) -> Any:
-    """A GPU, or the tests' stand-in for one."""
     if host:
         sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests" / "gpu"))
         import hostgpu
@@ -74,7 +73,7 @@ def complain(text: str) -> None:
 
 
 def seconds(device: Any, work: Callable[[], None], repeats: int = 5) -> float:
-    """Time one call when it is repeated: the median of three series, shorter where a call takes long."""
+    """Return the median seconds of a call in three series, which are shorter for slow calls."""
 
     def series(count: int) -> float:
         start = device.mark()
@@ -88,20 +87,19 @@ def seconds(device: Any, work: Callable[[], None], repeats: int = 5) -> float:
 
 
 def copy_bandwidth(device: Any, size: int) -> float:
-    """Bytes per second read and written in a copy on the device."""
     source, target = (device.zeros((size,), np.dtype(np.uint8)) for _ in range(2))
     return 2 * size / seconds(device, lambda: device.copy(target, source), 10)
 
 
 def filled(kernels: CudaKernels, *shape: int) -> Any:
-    """Random values: a GPU saves power on zeros, which would flatter it."""
+    """Return random values: a GPU uses less power for zeros, so they would be too fast."""
     array = kernels.zeros(*shape)
     kernels.put(array, np.random.default_rng(7).standard_normal(shape, np.float32) / math.sqrt(shape[0]))
     return array
 
 
 def step(host: bool, quick: bool) -> Iterator[Row]:
-    """Each kernel and each kind of matmul of one training step in bfloat16, B = 64."""
+    """Time each kernel and each kind of matmul of a training step in bfloat16, B = 64."""
     device = opened(host)
     copy = copy_bandwidth(device, 1 << 16 if quick else 1 << 31)
     yield {"row": "copy", "bytes_per_s": copy}
@@ -113,7 +111,7 @@ def step(host: bool, quick: bool) -> Iterator[Row]:
     tokens = np.random.default_rng(3).integers(0, shape.vocab_size, n_seq * shape.seq_len)
     ids = kernels.integers(tokens)
     work = Pass(model, n_seq, shape.seq_len, training=True, recompute="none")
-    work.loss_and_gradients(ids, ids, 1.0, accumulate=False)  # which also tries and checks
+    work.loss_and_gradients(ids, ids, 1.0, accumulate=False)  # also tries and checks the kernels
     launches = first_calls(device, "launch", 1)
     matmuls = first_calls(kernels.matmuls, "run", 0)
     work.loss_and_gradients(ids, ids, 1.0, accumulate=False)
@@ -131,7 +129,7 @@ def step(host: bool, quick: bool) -> Iterator[Row]:
 
 
 def traffic(kernel: str, args: Any) -> int:
-    """Bytes of a kernel's arrays, each counted once unless it is read and written, or read in part."""
+    """Return the bytes of a kernel's arrays: twice if read and written, less if read in part."""
     name = kernel.removesuffix("_packed").removesuffix("_single")
     arrays = {
         i: arg for i, arg in enumerate(args) if hasattr(arg, "nbytes") and i not in PARTLY.get(name, ())
@@ -151,7 +149,7 @@ def label(kind: Matmul) -> str:
 
 
 def ablation(host: bool, quick: bool) -> Iterator[Row]:
-    """Naive, tiled and cuBLASLt's matmuls, in each type, for one name and for a batch of them."""
+    """Time naive, tiled and cuBLASLt matmuls in each type, for one name and for a batch."""
     device = opened(host)
     for layer, (k, n) in ({"S": (24, 40)} if quick else LAYERS).items():
         for dtype in STORAGE:

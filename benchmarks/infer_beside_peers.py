@@ -1,8 +1,8 @@
-"""`distgpt bench infer` beside transformers, CTranslate2 and llama.cpp, in turn: GPT-2 with random weights.
+"""Compare `distgpt bench infer` with transformers, CTranslate2 and llama.cpp: GPT-2 with random weights.
 
     python benchmarks/infer_beside_peers.py --requests 1 --peer llama.cpp --peer-python PYTHON
 
-Takes the options of `distgpt bench infer`.
+Accepts the options of `distgpt bench infer`.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ PEERS = {
     "ctranslate2": ("float32", "int8"),
     "llama.cpp": ("float32", "bfloat16", "q8_0", "q4_0"),
 }
-# By the names in a model's configuration, those in a request to peer_inference.py.
+# configuration key of the model: key in a request to peer_inference.py
 SIZES = {
     "vocab_size": "vocab",
     "seq_len": "context",
@@ -48,8 +48,6 @@ SIZES = {
 
 @dataclass(frozen=True, slots=True)
 class PeerOptions(InferOptions):
-    """The command line."""
-
     peers: Sequence[str] = ()
     peer_python: str = sys.executable
 
@@ -63,7 +61,7 @@ class PeerOptions(InferOptions):
     metavar="NAME",
     help=f"{', '.join(PEERS)}. Repeatable.",
 )
-@click.option("--peer-python", default=sys.executable, help="A Python that has them; this one if left out.")
+@click.option("--peer-python", default=sys.executable, help="Python with the peers.")
 def main(**given: Any) -> None:
     options = bench.to_options(PeerOptions, given)
     found = beside_peers(options)
@@ -88,7 +86,6 @@ def beside_peers(options: PeerOptions) -> dict[str, Any]:
 
 
 def shape_of(config: ModelConfig) -> dict[str, int]:
-    """Return the sizes of a GPT-2; the peers compute no other model."""
     sizes = {name: getattr(config, name) for name in SIZES}
     if config != ModelConfig(**sizes):
         raise UsageError("peers are measured on GPT-2's architecture: choose --preset gpt2")
@@ -96,7 +93,7 @@ def shape_of(config: ModelConfig) -> dict[str, int]:
 
 
 def refuse_missing(options: PeerOptions, job: Row) -> None:
-    """Make the model for the peers, in every format whose packages are there; refuse if one is missing."""
+    """Create the model in the format of each peer. Raise UsageError if a package is missing."""
     for name in options.peers:
         if name not in PEERS:
             raise UsageError(f"unknown peer {name!r}{did_you_mean(name, PEERS)}")

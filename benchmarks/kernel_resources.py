@@ -1,10 +1,10 @@
-"""Compile the CUDA kernels without a GPU: print what each takes, or fill the cache for a session on one.
+"""Compile the CUDA kernels without a GPU and print their resources, or fill the cache for a GPU machine.
 
     python benchmarks/kernel_resources.py [--arch sm_90] [--type bfloat16] [--presets] [source …]
-    XDG_CACHE_HOME=FOLDER python benchmarks/kernel_resources.py --fill-cache [--arch sm_90]
+    XDG_CACHE_HOME=DIR python benchmarks/kernel_resources.py --fill-cache [--arch sm_90]
 
-With `--presets` the table has every variant that a preset or a depth uses. Needs NVRTC. The cache holds for
-the same version of NVRTC only; `benchmarks/gpu_carry.py` fills it with the device's.
+`--presets` prints every variant that a preset or a depth uses. Requires NVRTC. The cache is valid for one
+version of NVRTC; `benchmarks/gpu_carry.py` uses the GPU machine's version.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from distgpt.recipes.scaling import HEAD, width
 
 
 class Attended(NamedTuple):
-    """What attention is compiled for: elements of a head, heads of q for one of k, and which keys count."""
+    """Constants for which attention is compiled: head size, query heads per key head, and visible keys."""
 
     head: int
     group: int = 1
@@ -38,19 +38,19 @@ class Attended(NamedTuple):
         return ("PACKED=1",) * self.packed + (f"WINDOW={self.window}",) * bool(self.window)
 
 
-# Sizes to print: GPT-2's first, and larger ones.
+# GPT-2's sizes, and larger ones
 CHANNELS = (768, 1600, 5120)
 ATTENDED = (Attended(64), Attended(128))
-FOR_BFLOAT16 = ("attention_mma",)  # sources for this type alone
-USERS_TYPES = ("bfloat16", "float32")  # that runs on GPUs are in
-DEPTHS = (2, 3, 4, 5, 6, 8, 12)  # of --depth and --within
-WINDOWS = (64, 128, 256)  # of these, a quarter of their contexts
-NAMED = ("HEAD", "GROUP", "WINDOW", "PACKED", "CHANNELS")  # macros that the table names
+FOR_BFLOAT16 = ("attention_mma",)  # only for bfloat16
+USERS_TYPES = ("bfloat16", "float32")  # types used by runs on GPUs
+DEPTHS = (2, 3, 4, 5, 6, 8, 12)  # all depths that --within chooses
+WINDOWS = (64, 128, 256)  # windows of these depths: a quarter of the context
+NAMED = ("HEAD", "GROUP", "WINDOW", "PACKED", "CHANNELS")  # macros in the table
 _ENTRY = re.compile(r"Compiling entry function '(\w+)'")
 
 
 class Resources(NamedTuple):
-    """What a kernel takes: registers per thread, the rest in bytes. `stack` and spills are slow memory."""
+    """Registers per thread of a kernel, and bytes of memory. `stack` and spills are slow memory."""
 
     registers: int
     stack: int
@@ -63,7 +63,7 @@ _WORDS = ("registers", "bytes stack frame", "bytes spill stores", "bytes spill l
 
 
 def resources(report: str) -> dict[str, Resources]:
-    """By kernel, from a report of ptxas, which lists the functions that a kernel calls with it."""
+    """Return the resources by kernel from a report of ptxas, which includes called functions."""
     _, *parts = _ENTRY.split(report)
     return {
         kernel: Resources(*(max(map(int, re.findall(rf"(\d+) {each}", part)), default=0) for each in _WORDS))
@@ -74,7 +74,6 @@ def resources(report: str) -> dict[str, Resources]:
 def variants(
     source: str, type: str, channels: Iterable[int] = CHANNELS, attended: Iterable[Attended] = ATTENDED
 ) -> Iterator[tuple[str, ...]]:
-    """The macros of each way to compile a source for a storage type."""
     storage = compiling.storage_define(type)
     on_tensor_cores = [each for each in attended if each.head % SIDE == 0 and each.head <= LARGEST_HEAD]
     if source in FOR_BFLOAT16 and type != "bfloat16":
@@ -98,7 +97,6 @@ def variants(
 
 
 def of_presets() -> tuple[list[int], list[Attended]]:
-    """Return the widths of all presets and depths, and what their attention is compiled for."""
     shapes = [preset(name).model for name in PRESETS]
     channels = {shape.n_embd for shape in shapes} | {width(depth) for depth in DEPTHS}
     whole = {Attended(shape.head_size, shape.n_head // shape.kv_heads, shape.window) for shape in shapes}
@@ -107,14 +105,13 @@ def of_presets() -> tuple[list[int], list[Attended]]:
 
 
 def of_users() -> set[tuple[str, tuple[str, ...]]]:
-    """Return sources and macros of what training, tuning, decoding and evaluating all presets uses."""
+    """Return the sources and macros that training, tuning, decoding and evaluating all presets use."""
     sizes = of_presets()
     every = ((source, type) for source in compiling.source_names() for type in USERS_TYPES)
     return {(source, defines) for source, type in every for defines in variants(source, type, *sizes)}
 
 
 def fill_cache(arch: str) -> int:
-    """Compile all of that; return how many cubins there are."""
     wanted = sorted(of_users())
     for source, defines in wanted:
         compiling.cubin(source, defines, arch)
@@ -127,7 +124,7 @@ def main() -> int:
     parser.add_argument("--arch", default="sm_90")
     parser.add_argument("--type", choices=STORAGE, action="append", help="all, if none is named")
     parser.add_argument("--presets", action="store_true", help="every variant that a preset or a depth uses")
-    parser.add_argument("--fill-cache", action="store_true", help="compile all of these; print no table")
+    parser.add_argument("--fill-cache", action="store_true", help="compile all; print no table")
     args = parser.parse_args()
     names = compiling.source_names()
     if unknown := sorted(set(args.source) - set(names)):

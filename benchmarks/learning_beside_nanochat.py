@@ -1,13 +1,13 @@
-r"""The preset `sprint` beside nanochat: held-out bits per byte by tokens and by seconds.
+r"""Compare the preset `sprint` with nanochat: held-out bits per byte by tokens and by seconds.
 
     git clone https://github.com/karpathy/nanochat /elsewhere/nanochat
-    python benchmarks/learning_beside_nanochat.py --docs FOLDER --nanochat /elsewhere/nanochat \
+    python benchmarks/learning_beside_nanochat.py --docs DIR --nanochat /elsewhere/nanochat \
         --peer-python PY
 
-FOLDER has train/docs.jsonl and val/docs.jsonl; PY is a Python with PyTorch and what nanochat needs. Each side
-learns a tokenizer of its own of 8,192 entries and trains 4 layers of 256, context 512, 4,096 tokens a step,
-nanochat by its own recipe and compiled. nanochat's seconds are those of its steps, without compiling. Ours
-are those of the whole command without evaluations: they include its start and the first weights.
+DIR has train/docs.jsonl and val/docs.jsonl; PY is a Python with nanochat's packages. Each program trains a
+tokenizer of 8,192 entries, then 4 layers of 256 with a context of 512 and 4,096 tokens per step. nanochat
+uses its own recipe, compiled. Its seconds count only steps, without compilation. distgpt's seconds count the
+whole command, including startup and initial weights, without evaluations.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def main() -> None:
         **{"held-out": {"type": int, "default": 60 * TOKENS, "help": "tokens of an evaluation"}},
         dtype={"default": "float32"},
     )
-    curves: dict[str, list[Point]] = {"nanochat": nanochat(args)}  # which has one seed
+    curves: dict[str, list[Point]] = {"nanochat": nanochat(args)}  # one seed
     for seed in range(1, args.rounds + 1):
         for steps in args.ours:
             curves[f"distgpt, {steps} steps" + f", seed {seed}" * (args.rounds > 1)] = ours(args, steps, seed)
@@ -71,7 +71,6 @@ def ours(args: Any, steps: int, seed: int) -> list[Point]:
 
 
 def nanochat(args: Any) -> list[Point]:
-    """Train with the documents where it looks for them."""
     folder = args.runs.absolute() / "base"
     env = {**os.environ, "NANOCHAT_BASE_DIR": str(folder), "NANOCHAT_DTYPE": args.dtype}
     env.pop("PYTHONPATH", None)

@@ -1,12 +1,12 @@
-r"""The recipe of `fast` beside nanoGPT's demo for CPUs: validation loss by tokens and by seconds.
+r"""Compare the recipe of `fast` with nanoGPT's demo for CPUs: validation loss by tokens and by seconds.
 
     git clone https://github.com/karpathy/nanoGPT /elsewhere/nanoGPT
     python benchmarks/learning_beside_nanogpt.py --text tinyshakespeare.txt --nanogpt /elsewhere/nanoGPT \
         --peer-python PY
 
-Both train 4 layers of 128 with a context of 64 on the text's characters; the last tenth is held out. nanoGPT
-takes the settings that its README gives for a CPU. PY is a Python with PyTorch. nanoGPT's seconds are those
-of its steps, ours those of the whole command, both without evaluations.
+Both train 4 layers of 128 with a context of 64 on characters; the last 10% are held out. nanoGPT uses its
+README's settings for a CPU. PY is a Python with PyTorch. nanoGPT's seconds count its steps, distgpt's the
+whole command, both without evaluations.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def main() -> None:
         text={"type": Path, "required": True},
         nanogpt={"type": Path, "required": True},
         compile={"action": "store_true", "help": "let PyTorch compile nanoGPT"},
-        steps={"type": int, "default": 180, "help": f"of ours, of {BATCH * CONTEXT} tokens each"},
+        steps={"type": int, "default": 180, "help": f"steps of distgpt, {BATCH * CONTEXT} tokens each"},
         dtype={"default": "bfloat16"},
         wanted={"type": float, "default": 1.88, "help": "the validation loss that the demo promises"},
     )
@@ -50,7 +50,7 @@ def main() -> None:
 
 
 def nanogpt(args: Any) -> list[Point]:
-    """Train as nanoGPT does; its losses of 200 random batches."""
+    """Train nanoGPT; its losses are of 200 random batches."""
     data = args.nanogpt / "data" / "shakespeare_char"
     shutil.copyfile(args.text, data / "input.txt")
     by_peer(args, data, "prepare.py")

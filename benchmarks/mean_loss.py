@@ -1,4 +1,4 @@
-"""The mean loss over sequences of many lengths: batches of one length, which threads and ranks share."""
+"""The mean loss over sequences of many lengths, in batches of equal length that threads and ranks share."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from distgpt.core.ops.api import Array, Work
 
 @dataclass(frozen=True, slots=True)
 class Sequences:
-    """Sequences of tokens, one after the other, and the length of each."""
+    """Concatenated sequences of tokens, and their lengths."""
 
     tokens: Array
     lengths: Array
@@ -37,10 +37,10 @@ class Sequences:
 
 
 class MeanLoss:
-    """The mean cross-entropy over all predictions: of every token of every sequence but its first.
+    """The mean cross-entropy over all tokens except the first of each sequence.
 
-    A batch holds at most `most_tokens` predictions, or one sequence. Every worker has batches of its own, so
-    that nobody waits for anybody before the end. Memory is kept from call to call.
+    A batch has at most `most_tokens` predictions, or one sequence. Workers have separate batches, so
+    they synchronize only at the end. Memory is reused between calls.
     """
 
     def __init__(self, model: Model, most_tokens: int = 1 << 14) -> None:
@@ -48,7 +48,7 @@ class MeanLoss:
         self._workers: list[_Worker] = []
 
     def __call__(self, sequences: Sequences | Sequence[ArrayLike], comm: Comm | None = None) -> float:
-        """Return the mean loss. Collective with a communicator: each rank takes an equal part."""
+        """Return the mean loss. Collective with a communicator: the ranks have equal shares."""
         every = sequences if isinstance(sequences, Sequences) else Sequences.of(sequences)
         k, (rank, size) = self.model.kernels, (comm.rank, comm.size) if comm is not None else (0, 1)
         shares = _shares(every.lengths, size * k.threads)[rank * k.threads : (rank + 1) * k.threads]
@@ -71,7 +71,7 @@ class MeanLoss:
 
 
 class _Worker:
-    """One worker's sum of losses, with memory for its largest batch and recorded work for each shape."""
+    """A worker's sum of losses, memory for its largest batch, and captured work for each shape."""
 
     def __init__(self, model: Model) -> None:
         self._model, self._k = model, model.kernels
@@ -80,7 +80,6 @@ class _Worker:
         self._recorded: dict[tuple[int, int], tuple[Array, Array, Work]] = {}
 
     def sum(self, batches: Sequence[Array]) -> None:
-        """total ← the sum of the losses of all predictions in these batches."""
         self._k.zero(self.total)
         shapes = [(len(batch), batch.shape[1] - 1) for batch in batches]
         if shapes:
@@ -106,18 +105,17 @@ class _Worker:
         return inputs, targets, self._k.record(work)
 
     def _reserve(self, n_seq: int, seq_len: int) -> None:
-        """Reserve memory for that many rows, which this worker alone computes."""
         if self._largest is None or self._largest.n_rows < n_seq * seq_len:
             self._recorded.clear()
-            self._largest = None  # its memory first
+            self._largest = None  # reserve before recording
             self._largest = Pass(self._model, n_seq, seq_len, training=False, workers=1)
             self._largest.expect_losses()
 
 
 def equal_lengths(sequences: Sequences, most_tokens: int, own: Array) -> Iterator[Array]:
-    """Yield batches (n, T + 1), shorter ones first, of the sequences whose indices are in `own`.
+    """Yield batches (n, T + 1) of the sequences with indices in `own`, shorter ones first.
 
-    Sequences of one length are cut into batches of nearly the same size.
+    Batches of sequences of one length have nearly equal sizes.
     """
     starts = np.cumsum(sequences.lengths) - sequences.lengths
     starts, lengths = starts[own], sequences.lengths[own]
@@ -131,7 +129,7 @@ def equal_lengths(sequences: Sequences, most_tokens: int, own: Array) -> Iterato
 def _shares(lengths: Array, count: int) -> list[Array]:
     """Divide the indices of all sequences, sorted by length, into `count` parts.
 
-    Every part has few lengths, and about as many predictions as the others.
+    Parts have few lengths and about the same number of predictions.
     """
     order = np.argsort(lengths, kind="stable")
     ends = np.cumsum(lengths[order] - 1)

@@ -1,6 +1,6 @@
-"""microgpt in plain Python: one number at a time, nothing imported that computes with more than one.
+"""microgpt in plain Python, which computes one number at a time.
 
-Weights are floats, or numbers with exp(), log() and relu() of their own, such as those that record gradients.
+Weights are floats, or objects with exp(), log() and relu(), which may record gradients.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 Vector = list[Any]
-Weights = Mapping[str, list[Vector]]  # matrices, by the names that distgpt's own models give them
+Weights = Mapping[str, list[Vector]]  # matrices, with the parameter names of distgpt's models
 
 
 def exp(x: Any) -> Any:
@@ -28,7 +28,7 @@ def relu(x: Any) -> Any:
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """The settings that do not follow from the weights."""
+    """Settings that do not follow from the weights."""
 
     n_layer: int
     n_head: int
@@ -60,7 +60,6 @@ def softmax(scores: Vector) -> Vector:
 
 
 def attend(query: Vector, keys: list[Vector], values: list[Vector], n_head: int) -> Vector:
-    """Every head on its own stretch of the vectors, over all positions there are so far."""
     size, mixed = len(query) // n_head, []
     for head in range(n_head):
         own = slice(head * size, (head + 1) * size)
@@ -71,7 +70,7 @@ def attend(query: Vector, keys: list[Vector], values: list[Vector], n_head: int)
 
 
 def logits(weights: Weights, shape: Shape, tokens: Sequence[int]) -> Iterator[Vector]:
-    """After each token in turn, the scores of all tokens that could be next."""
+    """After each token, yield the scores of the next token."""
     keys: list[list[Vector]] = [[] for _ in range(shape.n_layer)]
     values: list[list[Vector]] = [[] for _ in range(shape.n_layer)]
     for position, token in enumerate(tokens):
@@ -94,13 +93,12 @@ def thirds(x: Vector) -> tuple[Vector, Vector, Vector]:
 
 
 def loss(weights: Weights, shape: Shape, tokens: Sequence[int]) -> Any:
-    """The sum of -log p over all tokens but the first, each predicted from those before it."""
+    """Return the sum of -log p over all tokens except the first."""
     scores = logits(weights, shape, tokens[:-1])
     chances = [softmax(each)[target] for each, target in zip(scores, tokens[1:], strict=True)]
     return sum(log(chance) for chance in chances) * -1.0
 
 
 def mean_loss(weights: Weights, shape: Shape, sequences: Sequence[Sequence[int]]) -> float:
-    """Return the mean over all predictions in all sequences."""
     total = sum(loss(weights, shape, tokens) for tokens in sequences)
     return float(total) / sum(len(tokens) - 1 for tokens in sequences)

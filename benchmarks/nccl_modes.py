@@ -1,11 +1,10 @@
-"""Train a few steps by NCCL in each way to exchange gradients, and compare with the same run by the host.
+"""Train a few steps with each way to exchange gradients by NCCL, and compare with a run through the host.
 
-    mpirun -n 2 python benchmarks/nccl_modes.py FOLDER [--quick] [--only NAME …]
+    mpirun -n 2 python benchmarks/nccl_modes.py DIR [--quick] [--only NAME …]
 
-The ranks share one GPU. The first run goes through page-locked memory and MPI, as two ranks on one H100 did.
-On two ranks a + b is the same in any order, so what sums the same values has to give the same losses to the
-last bit. Exit code 1: one did not, or a run failed. `--quick`: a tiny model. The table is printed as it grows
-and at the end; FOLDER/modes.json has it too.
+The ranks share one GPU. The reference uses page-locked memory and MPI, as tested on an H100. On two ranks
+the order of a sum does not matter, so losses must be bitwise identical. Exit code 1: losses differ, or a
+run failed. `--quick`: a tiny model. DIR/modes.json has the table.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ MUON = "--optimizer muon --lr 0.02"
 
 
 class Mode(NamedTuple):
-    """`like`: the mode by the host whose losses it has, to the bit on two ranks."""
+    """A way to train. `like`: the mode through the host with bitwise identical losses on two ranks."""
 
     options: str
     like: str = "host"
@@ -60,8 +59,8 @@ BY_NCCL = {
     "accumulating": Mode("--grad-sync overlapped --grad-accum 2", "host, accumulating"),
     "local": Mode("--outer-every 2", "host, local steps"),
 }
-LINE = "{mode:28} {verdict} ({seconds} s)"  # of the table
-MORE_RANKS = 1e-3  # from three ranks on sums have another order; losses in bfloat16 differ by less than this
+LINE = "{mode:28} {verdict} ({seconds} s)"  # a row of the table
+MORE_RANKS = 1e-3  # tolerance: three or more ranks sum in another order, in bfloat16
 
 
 def losses(folder: Path) -> list[float]:
@@ -70,7 +69,6 @@ def losses(folder: Path) -> list[float]:
 
 
 def run(words: list[str]) -> tuple[int, float]:
-    """Run a command of distgpt in this process; return its exit code and its seconds."""
     sys.argv, began, code = ["distgpt", *words], time.perf_counter(), 0
     try:
         distgpt()
@@ -89,7 +87,6 @@ def verdict(found: list[float], wanted: list[float], within: float) -> tuple[boo
 
 
 def row_of(name: str, mode: Mode, out: Path, ended: tuple[int, float], ranks: int) -> dict[str, Any]:
-    """Compare a run that has ended with what the host's has."""
     code, took = ended
     row: dict[str, Any] = {"mode": name, "ranks": ranks, "exit_code": code, "seconds": round(took, 2)}
     if code:

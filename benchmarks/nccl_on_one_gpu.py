@@ -1,9 +1,9 @@
-"""Check NCCL's calls between ranks that share one GPU, by sums that are known. Not to measure speed.
+"""Check NCCL's calls between ranks that share one GPU, with known sums. Does not measure speed.
 
     mpirun -n 2 python benchmarks/nccl_on_one_gpu.py [--quick]
 
-It makes each call of `transport.Nccl` on sizes that are odd, smaller than the ranks, and larger than one of
-NCCL's buffers. Exit code 1: a result was wrong. `--quick`: fewer and smaller ones.
+Makes each call of `transport.Nccl` with odd sizes, fewer elements than ranks, and more than NCCL's buffer.
+Exit code 1: a result was wrong. `--quick`: fewer and smaller sizes.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ from distgpt.gpu.transport import SHARED_GPU, Nccl, choose_transport, nccl_modul
 SIZES = (1, 2, 1000, (64 << 10) + 3, 3_000_001)
 QUICK = (1, 2, 1003)
 TIMED = 11_000_000  # elements of float32: the gradients of gpt-mini
-MODULUS = 251  # values of 0 to 250: their sums over a few ranks are exact in every type
+MODULUS = 251  # values of 0 to 250, whose sums over a few ranks are exact in every type
 
 Bounds = list[int]
 
 
 class Checks:
-    """The calls of one rank, and what was wrong with them."""
+    """The calls of one rank and their errors."""
 
     def __init__(self, way: Nccl, device: Any, rank: int, size: int) -> None:
         self.way, self.device, self.rank, self.size = way, device, rank, size
@@ -50,12 +50,12 @@ class Checks:
         return array
 
     def bounds(self, n: int) -> Iterator[Bounds]:
-        """Parts that are equal but for the last one's rest, and parts of any length, some of them empty."""
+        """Return equal parts with a smaller last one, and parts of any length, some of them empty."""
         yield [*(n // self.size * rank for rank in range(self.size)), n]
         yield [0, *sorted((7 * rank * n // 11) % n for rank in range(1, self.size)), n]
 
     def sums(self, n: int, kind: Any) -> None:
-        """Σ over ranks r of (i mod 251) + r is size·(i mod 251) + size·(size − 1)/2."""
+        """Return Σ over ranks r of (i mod 251) + r = size·(i mod 251) + size·(size − 1)/2."""
         own = (np.arange(n) % MODULUS + self.rank).astype(kind)
         total = (self.size * (np.arange(n) % MODULUS) + self.size * (self.size - 1) // 2).astype(kind)
         what = f"{n} {np.dtype(kind).name}"
@@ -113,7 +113,7 @@ def main() -> int:
             checks.moves(n, kind)
     large = checks.put(np.ones(1 << 12 if quick else TIMED, np.float32))
     comm.barrier()
-    for _ in range(2):  # the first one warms up
+    for _ in range(2):  # warm-up
         device.synchronize()
         began = time.perf_counter()
         way.sum(large)

@@ -1,9 +1,9 @@
-"""Turn what block N of gpu_session.sh left into the tables of a page, in Markdown.
+"""Print Markdown tables of the results of block N of gpu_session.sh.
 
     python benchmarks/node_table.py OUT [OUT2 …]
 
-Several folders are several calls for one machine. What a call did not come to is left out; a part that did
-not end well is named at the end.
+Multiple directories are from multiple calls on one machine. Skips missing results and lists failed parts at
+the end.
 """
 
 from __future__ import annotations
@@ -43,11 +43,7 @@ def page(folders: Sequence[Path]) -> Iterator[str]:
     yield from became(folders)
 
 
-# -- what the files have
-
-
 def rows_in(folders: Iterable[Path], pattern: str, name: str | None = None) -> list[Row]:
-    """Return the rows of all files of this pattern that have not failed."""
     rows = [
         row | {"file": path.stem}
         for folder in folders
@@ -59,7 +55,7 @@ def rows_in(folders: Iterable[Path], pattern: str, name: str | None = None) -> l
 
 
 def training(folders: Sequence[Path]) -> list[Row]:
-    """Return a row for each way to train the node's model, with its cores and who trains in `who`."""
+    """Return a row for each way to train the node's model, with its cores and the program in `who`."""
     found = []
     for who, patterns in {
         "threads": ("threads.json",),
@@ -82,9 +78,6 @@ def best(steps: Sequence[Row], cores: int, *who: str) -> Row | None:
     return fastest(row for row in steps if row["cores"] == cores and row["who"] in who)
 
 
-# -- tables
-
-
 def table(heading: str, columns: Sequence[str], rows: Iterable[Sequence[str]]) -> Iterator[str]:
     yield f"\n**{heading}**\n"
     yield f"| {' | '.join(columns)} |"
@@ -94,7 +87,6 @@ def table(heading: str, columns: Sequence[str], rows: Iterable[Sequence[str]]) -
 
 
 def speed(row: Row | None, of: Callable[[Row], str] = lambda row: "") -> str:
-    """A cell: tokens a second, and what more is said of them."""
     return f"{row['tokens_per_s']:,.0f}{of(row)}" if row else ""
 
 
@@ -108,7 +100,7 @@ def mode(row: Row) -> str:
 
 
 def by_cores(steps: Sequence[Row], peaks: dict[int, float]) -> Iterator[str]:
-    """From one core to all: tokens/s by threads, by ranks of one thread, by both, and PyTorch's best."""
+    """Tokens/s by number of cores, with threads, ranks of one thread, both, and PyTorch's fastest mode."""
     one = best(steps, 1, "threads")
 
     def times(row: Row) -> str:
@@ -135,7 +127,7 @@ def by_cores(steps: Sequence[Row], peaks: dict[int, float]) -> Iterator[str]:
 
 
 def on_all(steps: Sequence[Row]) -> Iterator[str]:
-    """Every way on all cores, from the fastest on, and the ratio that is asked for."""
+    """All ways on all cores, fastest first, with the ratio to the reference."""
     most = max(row["cores"] for row in steps)
     rows = sorted((r for r in steps if r["cores"] == most), key=lambda row: -float(row["tokens_per_s"]))
     named = [[row["who"] + (mode(row) if "mode" in row else shape(row)), speed(row)] for row in rows]
@@ -185,7 +177,6 @@ def sums(folders: Sequence[Path]) -> Iterator[str]:
 
 
 def lines_of(folders: Sequence[Path], name: str, having: str, heading: str) -> Iterator[str]:
-    """What a program said, without what the session wrote around it."""
     lines = [
         line
         for folder in folders
@@ -198,7 +189,7 @@ def lines_of(folders: Sequence[Path], name: str, having: str, heading: str) -> I
 
 
 def became(folders: Sequence[Path]) -> Iterator[str]:
-    """Name the commit, and each part that was not done to its end."""
+    """Return the commit and each part that did not finish."""
     for folder in folders:
         if not (folder / "block.json").exists():
             continue
@@ -208,7 +199,7 @@ def became(folders: Sequence[Path]) -> Iterator[str]:
             for name, part in found["parts"].items()
             if part["exit_code"] != 0
         ]
-        kind = "a rehearsal: no figure counts" if found["rehearsal"] else found["date"]
+        kind = "a trial run on the emulator, without valid times" if found["rehearsal"] else found["date"]
         yield f"\n{folder.name}: {kind}, {found['commit']}. {'; '.join(failed) or 'Every part ended well'}."
 
 

@@ -1,4 +1,4 @@
-"""Blocks of results as one HTML file, for a screen, a phone, paper and a screen reader.
+"""Results as one HTML file, for screens, phones, paper and screen readers.
 
 The file needs no network and no scripts.
 """
@@ -27,7 +27,6 @@ class Section:
 
 
 def html(title: str, lead: str, sections: Sequence[Section], footer: str = "") -> str:
-    """Render the whole file. With many sections it begins with links to them."""
     return _template().render(
         title=title, lead=lead, sections=sections, footer=footer, colours=PAGE_COLOURS
     )  # fmt: skip
@@ -35,7 +34,7 @@ def html(title: str, lead: str, sections: Sequence[Section], footer: str = "") -
 
 @cache
 def _template() -> Template:
-    """Load the template. Every text that it shows becomes one line and is escaped."""
+    """Load the template, which escapes all values and joins their lines."""
     environment = Environment(
         loader=FileSystemLoader(Path(__file__).parent),
         autoescape=True,

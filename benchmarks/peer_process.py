@@ -1,6 +1,6 @@
-"""Ask a peer's program (peers/), in a Python that has PyTorch and need not have distgpt.
+"""Run another program of peers/ in a Python that has PyTorch but maybe not distgpt.
 
-A mode names the switches that PyTorch trains with, as in compile+keep-freed; without any it is eager.
+A mode lists PyTorch's switches, for example compile+keep-freed. An empty mode is eager.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from distgpt.measure.jobs import answer, unsteered
 
 PEERS = Path(__file__).resolve().parent / "peers"
 
-# keep_freed: glibc keeps what is freed, which is faster and larger. compile: by torch.compile; autotune: with
-# every matmul that it knows tried. autocast: float32 weights are rounded where they are used, not copied to
-# bfloat16 after each update. chunked_head: less memory for a large vocabulary.
+# keep_freed: glibc keeps freed memory, which is faster and uses more. compile: torch.compile; autotune: also
+# tries all matmuls. autocast: rounds float32 weights when they are used, instead of copying them to bfloat16
+# after each update. chunked_head: less memory for a large vocabulary.
 SWITCHES = ("keep_freed", "compile", "autotune", "autocast", "chunked_head")
 EAGER, BEST = "eager", "best"
 
@@ -28,14 +28,14 @@ EAGER, BEST = "eager", "best"
 def ask_peer(
     python: str, command: str, request: Mapping[str, Any], program: str = "peer_torch", ranks: int = 1
 ) -> dict[str, Any]:
-    """Return the JSON object that a command of a peer's program prints. Several ranks are torchrun's."""
+    """Return the JSON object that the program prints. torchrun starts multiple ranks."""
     several = ["-m", "torch.distributed.run", f"--nproc-per-node={ranks}"] if ranks > 1 else []
     words = [python, *several, PEERS / f"{program}.py", command, json.dumps(request)]
     return answer(run(words, env=unsteered()), f"{program}'s {command}")
 
 
 def torch_version(python: str) -> str | None:
-    """Return the version of PyTorch in this Python; None if there is none."""
+    """Return the version of PyTorch in this Python, or None."""
     try:
         found = run([python, "-c", "import torch; print(torch.__version__)"], env=unsteered(), timeout=120)
     except StorageError:
@@ -49,7 +49,7 @@ def refuse_without_torch(option: str, python: str) -> None:
 
 
 def for_torch(shape: ModelConfig) -> dict[str, Any]:
-    """Return the architecture for the peer's Shape; refuse what it does not have."""
+    """Return the architecture as arguments of the peer's Shape. Raise UsageError for unsupported settings."""
     of_its_own = shape.head_dim or shape.qkv_bias or shape.rope_scaling != "none" or any(shape.windows)
     if shape.qk_norm or shape.value_embeddings or shape.mlp == "relu2" or of_its_own:
         raise UsageError(
@@ -60,7 +60,7 @@ def for_torch(shape: ModelConfig) -> dict[str, Any]:
 
 
 def training(run: RunConfig, mode: str, threads: int, steps: int) -> dict[str, Any]:
-    """Return a request to train the same model in PyTorch, with the same batch, on random tokens."""
+    """Return a request to train the same model in PyTorch with the same batch size on random tokens."""
     t = run.train
     keys = ("batch_size", "lr", "weight_decay", "clip", "beta1", "beta2", "eps", "dtype")
     return {
@@ -74,7 +74,7 @@ def training(run: RunConfig, mode: str, threads: int, steps: int) -> dict[str, A
 
 
 def switches(mode: str) -> dict[str, bool]:
-    """Return every switch of a mode; a UsageError names one that does not exist."""
+    """Return all switches of a mode. Raise UsageError for an unknown one."""
     names = [] if mode == EAGER else mode.replace("-", "_").split("+")
     for name in names:
         if name not in SWITCHES:
@@ -86,6 +86,6 @@ def switches(mode: str) -> dict[str, bool]:
 
 
 def candidates(dtype: str) -> list[str]:
-    """Return the modes of which one is PyTorch's fastest, wherever it was tried."""
+    """Return the modes that were the fastest one in any measurement."""
     modes = ["keep-freed", "compile+keep-freed", "autotune+keep-freed"]
     return modes + [f"{mode}+autocast" for mode in modes] if dtype == "bfloat16" else modes

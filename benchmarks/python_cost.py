@@ -1,11 +1,10 @@
-"""Time a training step whose kernels do nothing: what Python, threads and locks cost, by number of threads.
+"""Time a training step whose kernels do nothing: the cost of Python, threads and locks by number of threads.
 
     python benchmarks/python_cost.py [--presets tiny fast gpt2] [--threads 1 2 4 8 16 32 64]
         [--steps 20] [--by-python]
 
-No compiled loop computes anything, so this needs no cores to be true: as many threads as one likes wait for
-each other as they would on a node. Beside it stands what the step takes with its kernels on one thread,
-divided by the threads: the step that the kernels allow. `--floor-only` leaves that out.
+Compiled loops return immediately, so any number of threads can be measured on few cores. Also prints the
+time of the kernels on one thread, divided by the threads: the lower limit of a step. `--floor-only` skips it.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ from typing import Any
 from distgpt.core.config.presets import preset
 from distgpt.core.cpu.compiling.processor import processor
 
-# One sequence or more for each of 16 threads, as who has them would choose.
+# At least one sequence for each of 16 threads.
 CHANGES: dict[str, dict[str, Any]] = {
     "tiny": {"vocab_size": 256},
     "fast": {"vocab_size": 2048},
@@ -34,9 +33,9 @@ CHANGES: dict[str, dict[str, Any]] = {
 
 
 def do_nothing() -> None:
-    """Let every loop that is compiled from now on return at once."""
+    """Make every loop that is compiled after this call return immediately."""
     from distgpt.core.cpu.compiling import jit
-    from distgpt.core.cpu.graphs import loops  # which are Python's substitute, and stay
+    from distgpt.core.cpu.graphs import loops  # they replace Python, so they still run
 
     assert loops
     compiled = jit.njit
@@ -51,14 +50,14 @@ def do_nothing() -> None:
 
 
 def forget_recordings() -> None:
-    """Let Python make every call, as the core alone does."""
+    """Make Python execute every call, without recorded steps."""
     from distgpt.core.cpu.graphs import capture
 
     capture.record = lambda kernels, work: work
 
 
 def step_cost(name: str, threads: int, dtype: str, steps: int, is_empty: bool) -> tuple[float, int]:
-    """Return the median seconds of a step, and the calls that its first thread makes."""
+    """Return the median seconds of a step and the number of calls of its first thread."""
     if is_empty:
         do_nothing()
     import numpy as np
@@ -74,7 +73,7 @@ def step_cost(name: str, threads: int, dtype: str, steps: int, is_empty: bool) -
     batches = Batches.of_run(ArrayTokens(ids), run)
     step = make_steps(run, open_stage("serial", threads), lambda text: None)
     kernels: Any = step.model.kernels
-    if is_empty:  # what nobody has written would be no number
+    if is_empty:  # uninitialized memory may not be a number
         kind = type(kernels)
         summed = kind.sum_squares
 
@@ -96,7 +95,6 @@ def step_cost(name: str, threads: int, dtype: str, steps: int, is_empty: bool) -
 def measured(
     name: str, threads: int, dtype: str, steps: int, is_empty: bool, flags: Sequence[str]
 ) -> tuple[float, int]:
-    """Return the same, of a process of its own: a loop is empty or is not."""
     alone = map(str, ("--alone", name, threads, dtype, steps, int(is_empty)))
     words = [sys.executable, __file__, *flags, *alone]
     seconds, calls = subprocess.run(words, check=True, capture_output=True, text=True).stdout.split()
@@ -110,7 +108,7 @@ def main() -> None:
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--floor-only", action="store_true")
-    parser.add_argument("--by-python", action="store_true", help="leave out recorded steps")
+    parser.add_argument("--by-python", action="store_true", help="run each step in Python, not recorded")
     parser.add_argument("--out", type=Path, help="JSON of all rows")
     parser.add_argument("--alone", nargs=5, help=argparse.SUPPRESS)
     args = parser.parse_args()

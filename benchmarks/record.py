@@ -1,4 +1,4 @@
-"""What the programs beside this one share: options, a result's environment and file, a run's metrics."""
+"""Shared code of the benchmarks: options, result files with their environment, and metrics of runs."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from distgpt.measure import jobs
 from distgpt.measure.doctor.facts import anonymised, environment
 from distgpt.measure.profile.session import peak_gflops
 
-os.environ.setdefault(VARIABLE, "float32")  # results that name no type are of this one, on every processor
+os.environ.setdefault(VARIABLE, "float32")  # the dtype of results without one, on every processor
 
 
 def arguments(about: str | None, rounds: int = 3, **options: dict[str, Any]) -> argparse.Namespace:
-    """The command line: options by name with their settings in argparse, and two that all have."""
+    """Return the command line, given options with their settings in argparse, and two common options."""
     parser = argparse.ArgumentParser(description=about, formatter_class=argparse.RawTextHelpFormatter)
     options["rounds"] = {"type": int, "default": rounds, "help": "times that everything is measured"}
     options["out"] = {"type": Path, "help": "JSON file; benchmarks/results/WHAT-DATE.json if left out"}
@@ -35,7 +35,7 @@ def arguments(about: str | None, rounds: int = 3, **options: dict[str, Any]) -> 
 
 
 def save(kind: str, found: dict[str, Any], out: Path | None) -> None:
-    """Write results with their environment, to results/KIND-DATE.json if `out` is left out."""
+    """Write results with their environment. Default of `out`: results/KIND-DATE.json."""
     gflops = peak_gflops(CpuKernels("float32", len(usable_cores())), 0.7)
     own = {"command": anonymised(shlex.join(["python", *sys.argv])), "sgemm_gflops": gflops}
     path = out or Path(__file__).parent / "results" / f"{kind}-{datetime.date.today()}.json"
@@ -44,7 +44,7 @@ def save(kind: str, found: dict[str, Any], out: Path | None) -> None:
 
 
 def distgpt(*words: object) -> float:
-    """Run a command to its end; its seconds. One that fails ends the program."""
+    """Run a command and return its seconds. Exit if it fails."""
     ended = jobs.start(words)
     if ended.code:
         raise SystemExit(f"exit code {ended.code} from distgpt {shlex.join(map(str, words))}")
@@ -56,7 +56,7 @@ def metrics(run: Path) -> list[dict[str, Any]]:
 
 
 def end_with_errors(main: Callable[[], object]) -> None:
-    """Call `main`; an expected failure is one line, and its own exit code."""
+    """Call `main`. Print an expected failure as one line and exit with its code."""
     try:
         main()
     except DistgptError as error:

@@ -1,8 +1,8 @@
-"""One HTML page of all results in a folder: what `distgpt bench` and the programs beside this one left.
+"""Write an HTML page with all results of `distgpt bench` and the benchmarks in a directory.
 
     python benchmarks/report.py bench                       # writes bench/report.html
 
-It needs no network and no scripts: a file to open, to print or to send.
+The page needs no network and no scripts.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ Result = dict[str, Any]
 
 
 def time_chart(found: Result) -> LineChart:
-    """Draw a line for each algorithm: microseconds over the size, both logarithmic."""
+    """Draw a line for each algorithm: microseconds over size, on log axes."""
     ends = [pick(found["rows"], key=lambda row: row["bytes"]) for pick in (min, max)]
     each = (f"{size(row['bytes'])} take {duration(row['seconds'])}" for row in ends)
     points: dict[str, list[tuple[float, float]]] = {}
@@ -41,7 +41,7 @@ def time_chart(found: Result) -> LineChart:
     return LineChart(title, ", ".join(each) + ".", "bytes", "microseconds", series, log_x=True, log_y=True)
 
 
-# In the order of the page: the heading, and what shows a result of the kind.
+# Kind of result: heading and function, in page order.
 KINDS: dict[str, tuple[str, Callable[[Result], list[Block]]]] = {
     "forward": ("Forward pass", forward_work.blocks),
     "train": ("Training", train_beside_torch.blocks),
@@ -49,15 +49,14 @@ KINDS: dict[str, tuple[str, Callable[[Result], list[Block]]]] = {
     "scaling": ("Scaling", scaling.blocks),
     "allreduce": ("Sums over ranks", lambda found: [time_chart(found), *allreduce.blocks(found)]),
 }
-# What a file may raise that has our form and not our contents.
+# Errors that a file with the expected format but invalid content may raise.
 DAMAGED = (KeyError, TypeError, ValueError, IndexError, AttributeError, ArithmeticError)
 
 
 def write(folder: Path, out: Path | None) -> Path:
-    """Write the page and return its path."""
     with storage_errors("read", folder):
         if not folder.is_dir():
-            raise UsageError(f"{folder} is no folder: name the one that distgpt bench wrote into (--out)")
+            raise UsageError(f"{folder} is not a directory; pass the --out of distgpt bench")
     path = out or folder / "report.html"
     text = assemble(*load_all(folder))
     with atomic_file(path) as file:
@@ -66,7 +65,7 @@ def write(folder: Path, out: Path | None) -> Path:
 
 
 def load_all(folder: Path) -> tuple[list[Result], list[str]]:
-    """Return all results in a folder by name, each with its "file", and the names of files that are none."""
+    """Return all results in a directory by name, each with its "file", and the names of other files."""
     with storage_errors("read", folder):
         paths = sorted(folder.glob("*.json"))
     results, foreign = [], []
@@ -85,7 +84,7 @@ def load_all(folder: Path) -> tuple[list[Result], list[str]]:
 
 
 def assemble(results: Sequence[Result], foreign: Sequence[str]) -> str:
-    """Render the whole page. What cannot be shown is named at its end."""
+    """Render the page. List invalid files at the end."""
     sections, strange = [], list(foreign)
     for kind in KINDS:
         for result in sorted((r for r in results if r["kind"] == kind), key=lambda r: str(r.get("name"))):
@@ -95,7 +94,7 @@ def assemble(results: Sequence[Result], foreign: Sequence[str]) -> str:
                 strange.append(str(result.get("file", f"{kind}: {result.get('name')}")))
     lead = f"{count(len(sections), 'result')} of distgpt bench."
     if strange:
-        text = "These files are no results of distgpt bench, or damaged, and left out: " + ", ".join(strange)
+        text = "Skipped files, which are invalid or not results of distgpt bench: " + ", ".join(strange)
         sections.append(Section("Left out", [text]))
     return html("Measurements", lead, sections, "Made by benchmarks/report.py.")
 
@@ -111,7 +110,7 @@ def _section(result: Result) -> Section:
 
 @click.command("report.py", help=__doc__)
 @click.argument("folder", metavar="DIR", default=Path("bench"), type=click.Path(path_type=Path))
-@click.option("--out", type=click.Path(path_type=Path), help="The page; DIR/report.html if left out.")
+@click.option("--out", type=click.Path(path_type=Path), help="Path of the page  [default: DIR/report.html]")
 def main(folder: Path, out: Path | None) -> None:
     print_lines(write(folder, out))
 

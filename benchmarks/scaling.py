@@ -1,8 +1,8 @@
-"""Train on 1, 2, … ranks, with the whole batch the same (strong scaling), and with each rank's (weak).
+"""Train on 1, 2, … ranks with the same total batch (strong scaling) and the same batch per rank (weak).
 
     python benchmarks/scaling.py --ranks 1,2
 
-All runs have the same number of threads per rank. Takes the settings of `distgpt train`.
+All runs have the same number of threads per rank. Accepts the options of `distgpt train`.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ from distgpt.core.config.run_request import asked_for, resolve
 from distgpt.measure.jobs import BenchOptions, say, train
 from distgpt.show.page import Block, Column, tabulated
 
-MODES = ("strong", "weak")  # the whole batch stays the same, or each rank's
-STEPS = 20  # without --steps: the first two are not counted
+MODES = ("strong", "weak")  # strong: same total batch; weak: same batch per rank
+STEPS = 20  # default of --steps; the first two are warm-up
 COLUMNS: tuple[Column, ...] = (
     ("scaling", "mode", str),
     ("ranks", "", lambda row: f"{row['ranks']}{'*' if row['shares_cores'] else ''}"),
@@ -44,7 +44,7 @@ COLUMNS: tuple[Column, ...] = (
 
 @dataclass(frozen=True, slots=True)
 class ScalingOptions(BenchOptions):
-    """The command line. `settings` are those of `distgpt train`."""
+    """The command line. `settings` are options of `distgpt train`."""
 
     measured_ranks: str = "1,2"
     threads: int | None = None
@@ -57,7 +57,7 @@ class ScalingOptions(BenchOptions):
     *("--ranks", "measured_ranks"), default="1,2", metavar="N,…", help="Numbers of ranks to measure."
 )
 @click.option("--hostfile", type=click.Path(path_type=Path), help="Hosts to start them on.")
-@click.option("--launcher", help='What starts them: mpirun, or as in "srun --mpi=pmix".')
+@click.option("--launcher", help='Launcher, such as mpirun or "srun --mpi=pmix".')
 @click.option("--threads", type=click.IntRange(1), help="Per rank. Default: cores / most ranks.")
 @click.option("--preset", help="Start from a named configuration. Default: tiny.")
 @settings
@@ -72,13 +72,13 @@ def main(**given: Any) -> None:
 
 
 def scaling(options: ScalingOptions, run: RunConfig, say: Callable[[str], None]) -> dict[str, Any]:
-    """Measure everything that goes into the file.
+    """Measure all rows of the result file.
 
-    The runs are stored in `options.out` for a while, which all hosts must see, and deleted.
+    The runs are stored temporarily in `options.out`, which all hosts must share.
     """
     words, batch, cores = options.measured_ranks, run.train.batch_size, len(usable_cores())
     if not all(word.strip().isdecimal() and int(word) for word in words.split(",")):
-        raise UsageError(f"--ranks {words!r} must be numbers of ranks, as in 1,2,4")
+        raise UsageError(f"--ranks {words!r} must be numbers of ranks, such as 1,2,4")
     ranks = sorted({1, *map(int, words.split(","))})
     if uneven := [n for n in ranks if batch % n]:
         raise UsageError(f"a batch of {count(batch, 'sequence')} cannot be cut for {uneven[0]} ranks")
@@ -121,7 +121,6 @@ def scaling(options: ScalingOptions, run: RunConfig, say: Callable[[str], None])
 
 
 def blocks(found: dict[str, Any]) -> list[Block]:
-    """Return the charts and the table."""
     what = f"{found['preset']}: {count(found['parameters'], 'parameter')}, {found['dtype']}"
     note = f"{count(found['threads'], 'thread')} per rank in every run."
     if any(row["shares_cores"] for row in found["measured"]):
@@ -134,7 +133,7 @@ def blocks(found: dict[str, Any]) -> list[Block]:
 
 
 def all_charts(found: dict[str, Any]) -> dict[str, LineChart]:
-    """Return tokens per second by ranks of each kind of scaling, by the end of its file's name."""
+    """Return charts of tokens per second by ranks for each kind of scaling, by file name suffix."""
     charts = {}
     for mode in MODES:
         rows = [row for row in found["measured"] if row["mode"] == mode and not row["shares_cores"]]
@@ -145,7 +144,9 @@ def all_charts(found: dict[str, Any]) -> dict[str, LineChart]:
             Series("measured", [(row["ranks"], row["tokens_per_s"]) for row in rows]),
             Series("ideal", [(1, alone), (most, alone * most)], dashed=True),
         ]
-        title = {"strong": "Strong scaling: one batch", "weak": "Weak scaling: a batch for each rank"}[mode]
+        title = {"strong": "Strong scaling with one batch", "weak": "Weak scaling: a batch for each rank"}[
+            mode
+        ]
         text = f"{last['speedup']:.2f} times one rank's speed on {count(most, 'rank')}."
         charts[f"-{mode}"] = LineChart(
             title, text, "ranks", "tokens per second", series, log_x=True, log_y=True

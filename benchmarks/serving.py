@@ -1,8 +1,7 @@
-"""How long clients of a running `distgpt serve` wait: python benchmarks/serving.py PORT [PROMPT_TOKENS].
+"""Time the clients of a running `distgpt serve`: python benchmarks/serving.py PORT [PROMPT_TOKENS].
 
-Waits for a server that has just been started. First the time to the first token of a prompt, alone and
-while eight other streams run; then requests a second of clients that each keep one connection busy. Start
-the server with --log quiet.
+Waits until the server answers. Measures the time to the first token of a prompt, without and with eight other
+streams, then requests per second of clients with one connection each. Start the server with --log quiet.
 """
 
 import contextlib
@@ -16,11 +15,11 @@ import threading
 import time
 
 STREAMS, TRIES, SECONDS = 8, 15, 5.0
-CROWDS = ((1, 1), (1, 32), (32, 1), (32, 32))  # clients, tokens of each answer
+CROWDS = ((1, 1), (1, 32), (32, 1), (32, 32))  # clients, tokens per answer
 
 
 class Clients:
-    """Of the server on this port of this machine."""
+    """Clients of a server on a port of this machine."""
 
     def __init__(self, port):
         self.port, self.random = port, random.Random(1)
@@ -39,7 +38,7 @@ class Clients:
         return response
 
     def wait(self):
-        """Return once the server answers; OSError after a minute."""
+        """Wait until the server answers. Raise OSError after a minute."""
         until = time.monotonic() + 60
         while True:
             try:
@@ -53,7 +52,7 @@ class Clients:
         return http.client.HTTPConnection("127.0.0.1", self.port, timeout=300)
 
     def begin(self, size, tokens):
-        """A stream of which the first token has come, and the seconds until then."""
+        """Start a stream; return it after its first token, and the seconds."""
         prompt = [self.random.randrange(256) for _ in range(size)]
         connection, begun = self.connect(), time.perf_counter()
         response = self.ask(connection, prompt, tokens, True)
@@ -61,7 +60,6 @@ class Clients:
         return connection, response, time.perf_counter() - begun
 
     def first_tokens(self, size):
-        """Seconds to the first token of so many prompts, one after the other."""
         found = []
         for _ in range(TRIES):
             connection, response, seconds = self.begin(size, 1)
@@ -72,7 +70,6 @@ class Clients:
         return found
 
     def beside_streams(self, size):
-        """The same while others are being answered."""
         others = [self.begin(32, 700) for _ in range(STREAMS)]
         for _, response, _ in others:
             threading.Thread(target=_drink, args=(response,), daemon=True).start()
@@ -84,7 +81,6 @@ class Clients:
                 connection.close()
 
     def per_second(self, clients, tokens):
-        """Requests answered a second."""
         until, answered = time.perf_counter() + SECONDS, [0] * clients
 
         def keep_asking(number):
@@ -102,7 +98,7 @@ class Clients:
 
 
 def _drink(response):
-    with contextlib.suppress(Exception):  # it is closed meanwhile
+    with contextlib.suppress(Exception):  # the stream is being closed
         while response.readline():
             pass
 
@@ -110,7 +106,7 @@ def _drink(response):
 def main():
     clients, size = Clients(int(sys.argv[1])), int(sys.argv[2]) if len(sys.argv) > 2 else 64
     clients.wait()
-    clients.first_tokens(size)  # warm
+    clients.first_tokens(size)  # warm-up
     for who, found in (("alone", clients.first_tokens(size)), ("beside 8", clients.beside_streams(size))):
         print(f"first token, {size} tokens, {who}: {statistics.median(found):.3f} s, best {min(found):.3f}")
     for crowd, tokens in CROWDS:

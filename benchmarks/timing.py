@@ -1,4 +1,4 @@
-"""Time passes over many items. Imports nothing: PyTorch as a peer is timed by the same lines."""
+"""Time passes over many items. PyTorch's environment also runs this file, so it imports nothing."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-PROBE = 64  # items: their time is multiplied to estimate that of all
+PROBE = 64  # items; the total time is extrapolated
 
 
 def timed(
@@ -17,11 +17,10 @@ def timed(
     patience: float,
     agreed: Callable[[float], float] = float,
 ) -> dict[str, Any]:
-    """Time up to `repeats` passes of `work(n)` over the first n items, after one that warms up.
+    """Time up to `repeats` passes of `work(n)` over the first n items, after a warm-up pass.
 
-    If a pass over all items would take longer than `patience` seconds, it is made over fewer, `measured` of
-    them; there are as many passes as fit into that time. Where several processes do this together, `agreed`
-    makes one number of what each has measured.
+    If a pass over all items would take longer than `patience` seconds, use fewer items, `measured`, and
+    as many passes as fit. `agreed` combines the measurements of multiple processes into one.
     """
     probe = min(PROBE, items)
     work(probe)

@@ -1,10 +1,9 @@
-"""Time ways to train in PyTorch on cores, one after the other: random tokens, a process for each, tokens/s.
+"""Time ways to train in PyTorch on CPUs, each in a process, on random tokens; print tokens/s.
 
     python benchmarks/torch_ways.py [--ways MODE MODE:RANKS …] [--threads 16] [--out FILE] [--python PYTHON]
 
-The model and batch are those of `training_ways.py node`. A way is a mode of train_beside_torch.py, with
-`:4` by DDP over gloo in 4 processes, which share the threads. A row is printed as it is found. `--quick`:
-toy sizes.
+The model and the batch match `training_ways.py node`. A way is a mode of train_beside_torch.py;
+`:4` adds DDP over gloo with 4 processes that share the threads. `--quick`: toy sizes.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ from distgpt.cluster.affinity.machine import read_machine
 from distgpt.core.base.errors import DistgptError
 from distgpt.core.config.presets import preset
 
-# The most promising come first. What autotune compiles took minutes, and gained nothing on two cores.
+# The most promising ways first. Compiling autotune took minutes and did not help on two cores.
 WAYS = ["keep-freed+autocast", "compile+keep-freed+autocast", "keep-freed", "compile+keep-freed"]
 
 
@@ -32,7 +31,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description="Time ways to train in PyTorch on cores.")
     parser.add_argument("--ways", nargs="+", default=WAYS, metavar="MODE[:RANKS]")
     here = len(read_machine(allowed=os.sched_getaffinity(0)).cores)
-    parser.add_argument("--threads", nargs="+", type=int, default=[here], help="of all ranks")
+    parser.add_argument("--threads", nargs="+", type=int, default=[here], help="threads of all ranks")
     parser.add_argument("--row", default="GPT-2 bfloat16", choices=NODE)
     parser.add_argument("--steps", type=int, default=3, help="that are timed, after two")
     parser.add_argument("--python", default=sys.executable, help="one that has PyTorch")

@@ -1,15 +1,15 @@
-"""Is a run never lost? Short real runs are killed, stopped, starved of disk and damaged, and end as if not.
+"""Kill, stop and corrupt short runs, or fill their disk, and check that they still end correctly.
 
-A trial is a run of a small model under mpirun, or without it, to which something happens, often at a chosen
-system call; it resumes until it is done. After each attempt the invariants of torturing/invariants.py must
-hold. What happens follows from the seed and the trial's number. A campaign may be cut off and go on:
+A trial is a run of a small model, with or without mpirun. It has a fault, often at a chosen system call, and
+resumes until it is finished. After each attempt the invariants of torturing/invariants.py must hold. The seed
+and the trial's number determine the fault. A campaign can be interrupted and resumed:
 
   python benchmarks/torture.py --trials 1000 --seconds 1800 --out FILE      one line of FILE per trial
-  python benchmarks/torture.py --trials 1000 --resume --out FILE            the rest of them
-  python benchmarks/torture.py --show 17 --out FILE                         trial 17 of it again, loudly
-  python benchmarks/torture.py table FILE                                   what came out, for its page
+  python benchmarks/torture.py --trials 1000 --resume --out FILE            the remaining trials
+  python benchmarks/torture.py --show 17 --out FILE                         repeat trial 17 with output
+  python benchmarks/torture.py table FILE                                   the tables of its page
 
-Needs Linux, a C compiler, an mpirun and root for a small file system; without them it leaves out some kinds.
+Requires Linux. Without a C compiler, mpirun, or root for a small file system, some kinds are skipped.
 """
 
 from __future__ import annotations
@@ -38,24 +38,20 @@ def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("what", nargs="?", choices=["run", "table"], default="run")
     parser.add_argument("file", nargs="?", type=Path, help="a result file, for `table`")
-    parser.add_argument("--trials", type=int, default=1000, help="how many, with those a file has already")
+    parser.add_argument("--trials", type=int, default=1000, help="trials, including trials in the file")
     parser.add_argument("--first", type=int, default=0, help="the number of the first trial")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--kinds", help=f"some of them, with commas: {', '.join(CHOICES)}")
     parser.add_argument("--modes", help=f"some of them, with semicolons: {'; '.join(m.name for m in MODES)}")
+    parser.add_argument("--seconds", type=float, default=float("inf"), help="start no trial after N seconds")
     parser.add_argument(
-        "--seconds", type=float, default=float("inf"), help="begin no further trial after these"
-    )
-    parser.add_argument(
-        "--out", type=Path, help="the result file; benchmarks/results/torture-DATE.jsonl if left out"
+        "--out", type=Path, help="result file (default: benchmarks/results/torture-DATE.jsonl)"
     )
     parser.add_argument("--resume", action="store_true", help="go on with the campaign in --out")
     parser.add_argument(
-        "--show", type=int, metavar="N", help="one trial alone, loudly; its directory is kept"
+        "--show", type=int, metavar="N", help="run only trial N, with output, and keep its directory"
     )
-    parser.add_argument(
-        "--keep", type=Path, help="a folder for the directories of trials that found something"
-    )
+    parser.add_argument("--keep", type=Path, help="directory to keep failed trials in")
     return parser.parse_args()
 
 
@@ -63,7 +59,7 @@ def main() -> None:
     args = arguments()
     signal.signal(
         signal.SIGTERM, lambda number, frame: sys.exit(128 + number)
-    )  # so that the trial's folder goes
+    )  # removes the trial's directory
     if args.what == "table":
         print(table.tables(*table.read(args.file)))
         return
@@ -87,7 +83,7 @@ def main() -> None:
         if args.resume:
             was, now = head["environment"].get("commit"), environment().get("commit")
             if was != now:
-                sys.exit(f"{out} is of commit {was}, and this is {now}: begin another file")
+                sys.exit(f"{out} is of commit {was}, not {now}; choose another file")
         else:
             with out.open("x") as file:
                 file.write(json.dumps(head) + "\n")
@@ -96,7 +92,6 @@ def main() -> None:
 
 
 def heading(args: argparse.Namespace, ground: trials.Ground) -> dict[str, Any]:
-    """The first line of a result file: what the campaign consists of, and where it is run."""
     kinds, modes = list(CHOICES), [mode.name for mode in MODES if mode.ranks == 1 or own_mpirun()]
     if ground.preload is None:
         kinds = [kind for kind in kinds if kind not in WITH_LIBRARY]
@@ -138,7 +133,7 @@ def carry_out(
     rows: list[dict[str, Any]],
     args: argparse.Namespace,
 ) -> None:
-    """Append a line per trial, each in one go, so that a campaign may be cut off at any moment."""
+    """Append one line per trial with a single write, so a campaign can be interrupted at any time."""
     done, begun = {row["trial"] for row in rows}, time.monotonic()
     with out.open("r+b") as file:
         file.truncate(file.read().rfind(b"\n") + 1)

@@ -1,9 +1,9 @@
-"""`distgpt bench train` beside PyTorch on cores: the same model in both, in turn, and their ratio.
+"""Compare `distgpt bench train` with PyTorch on CPUs: the same model, alternately, and the ratio.
 
     python benchmarks/train_beside_torch.py --preset gpt2 --tokenizer byte --seq-len 256 --batch-size 4 \\
         --peer-python PYTHON --peer-mode eager --peer-mode best
 
-Takes the settings of `distgpt train`; --steps is 20 if left out. PyTorch trains on random tokens.
+Accepts the options of `distgpt train`; the default of --steps is 20. PyTorch trains on random tokens.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ from distgpt.measure.jobs import Row, say
 from distgpt.show.page import Block, tabulated
 
 OURS, THEIRS = "distgpt", "PyTorch"
-TRIED = 6  # steps, at the most, of each mode among which the fastest is looked for
+TRIED = 6  # maximum steps per mode to find the fastest one
 COLUMNS = (("who", "who", str), ("mode", "mode", str), *own.COLUMNS)
 
 
 @dataclass(frozen=True, slots=True)
 class PeerOptions(TrainOptions):
-    """The command line. Every mode is trained in every round, by the names of peer_process.py."""
+    """The command line. Each mode, named in peer_process.py, is trained in each round."""
 
     peer_python: str = sys.executable
     peer_modes: Sequence[str] = ("keep-freed",)
@@ -43,14 +43,14 @@ class PeerOptions(TrainOptions):
 
     @property
     def all_threads(self) -> int:
-        """Threads of all ranks together, which the peer gets."""
+        """Threads of all ranks together, which PyTorch also uses."""
         ranks = self.ranks if self.stage in WITH_MPI else 1
         return self.threads * ranks if self.threads else len(usable_cores())
 
 
 @click.command("train_beside_torch.py", help=__doc__, context_settings={"show_default": True})
 @bench.train_options
-@click.option("--peer-python", default=sys.executable, help="A Python with PyTorch; this one if left out.")
+@click.option("--peer-python", default=sys.executable, help="Python with PyTorch.")
 @click.option(
     *("--peer-mode", "peer_modes"),
     multiple=True,
@@ -68,7 +68,7 @@ def main(**given: Any) -> None:
 
 
 def beside_torch(options: PeerOptions) -> dict[str, Any]:
-    """Train, in turn with PyTorch in each of its modes, and measure the peak."""
+    """Train alternately with each mode of PyTorch, and measure the peak."""
     refuse_peer(options)
     launcher, run = prepared(options)
     runs: list[Row] = []
@@ -93,7 +93,7 @@ def refuse_peer(options: PeerOptions) -> None:
 
 
 def mode_of(asked: str, options: PeerOptions, run: RunConfig) -> Row:
-    """Return the mode asked for, or the fastest of the candidates, each tried for a few steps."""
+    """Return the requested mode, or the fastest candidate after a few steps each."""
     if asked != BEST:
         return {"asked": asked, "mode": asked}
     steps = min(TRIED, max(1, run.train.steps - 2))
@@ -104,7 +104,6 @@ def mode_of(asked: str, options: PeerOptions, run: RunConfig) -> Row:
 
 
 def train_peer(options: PeerOptions, run: RunConfig, mode: Row, steps: int | None = None) -> Row:
-    """Train in PyTorch as many steps as ours measured, or so many."""
     request = training(run, mode["mode"], options.all_threads, steps or max(1, run.train.steps - 2))
     say(f"PyTorch, {mode['mode']}" + (", to find its fastest mode" if steps else ""))
     return ask_peer(options.peer_python, "train", request)
@@ -113,7 +112,7 @@ def train_peer(options: PeerOptions, run: RunConfig, mode: Row, steps: int | Non
 def compared(
     options: PeerOptions, run: RunConfig, modes: Sequence[Row], runs: Sequence[Row], peak: float
 ) -> dict[str, Any]:
-    """Return the result. `runs` has, of each round, ours and PyTorch's in each of its modes."""
+    """Return the result. `runs` has distgpt's and each PyTorch mode's measurement of each round."""
     ours = [run["ours"] for run in runs]
     rows, peers = [{**median_run(ours), "who": OURS}], []
     for i, mode in enumerate(modes):
@@ -131,12 +130,12 @@ def compared(
 
 
 def median_run(rows: Sequence[Row]) -> Row:
-    """Return the run of median speed; of an even number the faster one of the two in the middle."""
+    """Return the run with the median speed, or the faster of the two middle ones."""
     return sorted(rows, key=lambda row: float(row["tokens_per_s"]))[len(rows) // 2]
 
 
 def blocks(found: dict[str, Any]) -> list[Block]:
-    """Return what the report shows of a result of this program or of `distgpt bench train`."""
+    """Return the report of a result of this program or of `distgpt bench train`."""
     rows = found["rows"]
     bars = [
         Bar(
@@ -155,7 +154,7 @@ def blocks(found: dict[str, Any]) -> list[Block]:
 
 
 def notes(found: dict[str, Any]) -> list[str]:
-    """Return sentences about a result of this program or of `distgpt bench train`, also of older versions."""
+    """Return remarks about a result of this program or of `distgpt bench train`, including older versions."""
     lines = [own.peak_note(found)] if found.get("peak_gflops") else []
     for peer in found.get("peers", []):
         several = ", ".join(f"{ratio:.2f}" for ratio in peer["ratios"])

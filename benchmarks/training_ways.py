@@ -1,10 +1,9 @@
-"""Time ways to train, one after the other in one process, on random tokens: no data, no files, tokens/s.
+"""Time ways to train in one process on random tokens, without data and files; print tokens/s.
 
     python benchmarks/training_ways.py gpu|node [--only NAME …] [--turns 2] [--out FILE]
     mpirun -n 4 python benchmarks/training_ways.py node --stage mpi --threads 4 --only 'GPT-2 bfloat16'
 
-`distgpt bench train` took 25 s for GPT-2 on an H100, of which its 20 steps were 2 s. A row is printed as it
-is found. `--quick`: toy sizes.
+`distgpt bench train` took 25 s for GPT-2 on an H100, including 2 s for its 20 steps. `--quick`: toy sizes.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ class Way(NamedTuple):
 
 
 GPT2 = {"vocab_size": 50257, "batch_size": 64, "grad_accum": 1, "recompute": "none", "dtype": "bfloat16"}
-# The same batch on every number of cores: what one of them takes longer for is not the update alone.
+# The same batch for all numbers of cores. The time difference is not only the update.
 ON_NODE = {"vocab_size": 50257, "grad_accum": 1, "seq_len": 512, "batch_size": 16}
 BYTES = {"vocab_size": 256, "grad_accum": 1}
 GPU = {
@@ -57,8 +56,8 @@ NODE = {
     "tiny float32": Way("tiny", BYTES | {"dtype": "float32"}),
 }
 WAYS = {"gpu": GPU, "node": NODE}
-# Wide enough that nothing is refused and that whole tiles are compiled, as for the real sizes; the same for
-# all: heads of k and v of 0 mean those of q.
+# Large enough to be valid and to compile whole tiles, like the real sizes. In all models, with 0,
+# k and v have as many heads as q.
 TOY = {"n_layer": 1, "n_head": 2, "n_kv_head": 0, "head_dim": 0, "n_embd": 128, "mlp_width": 0}
 TOY |= {"seq_len": 16, "batch_size": 4, "vocab_size": 64}
 
@@ -76,7 +75,7 @@ def with_flops(row: dict[str, Any], run: RunConfig) -> dict[str, Any]:
 
 
 def peaks(stage: Stage) -> dict[str, Any]:
-    """GFLOP/s in square matmuls of these threads."""
+    """Measure GFLOP/s of square matmuls with these threads."""
     kernels = [CpuKernels("float32", stage.threads), Bfloat16Kernels(stage.threads)]
     float32, bfloat16 = (round(peak_gflops(each, 0.7), 1) for each in kernels)
     rates = {"float32": float32, "bfloat16": bfloat16}
@@ -88,11 +87,11 @@ def main() -> int:
     parser.add_argument("what", choices=WAYS)
     parser.add_argument("--only", nargs="+", metavar="NAME")
     parser.add_argument("--stage", choices=STAGES)
-    parser.add_argument("--threads", nargs="+", type=int, default=[0], help="of a rank; each in turn")
+    parser.add_argument("--threads", nargs="+", type=int, default=[0], help="threads per rank")
     parser.add_argument("--turns", type=int, default=1)
     parser.add_argument("--out", type=Path, help="JSON of all rows")
     parser.add_argument("--warm-up", type=int, default=2, help="steps that are not timed")
-    parser.add_argument("--peaks", action="store_true", help="of matmuls of these threads, too")
+    parser.add_argument("--peaks", action="store_true", help="also measure matmuls with these threads")
     parser.add_argument("--quick", action="store_true")
     args = parser.parse_args()
     every, rows = WAYS[args.what], []
@@ -112,7 +111,7 @@ def main() -> int:
                     row |= measured(stage, every[way], args)
                 except Exception as error:
                     row |= {"error": f"{type(error).__name__}: {error}"}
-                gc.collect()  # frees the model
+                gc.collect()  # free the model
                 if stage.comm.rank == 0:
                     rows.append(row | {"seconds": round(time.monotonic() - began, 1)})
                     print(json.dumps(rows[-1]), flush=True)

@@ -1,6 +1,6 @@
-"""Numbers that pages give of the code. In a page: about 2,200<!-- lines: distgpt/core/cpu/matmul -->.
+"""Numbers of lines of code in pages. Syntax: about 2,200<!-- lines: distgpt/core/cpu/matmul -->.
 
-A page reads well as it is. On the site the hook puts today's number; a test keeps the written one near it.
+The site shows the current number; a test checks that the written one is close.
 """
 
 import re
@@ -12,16 +12,16 @@ CODE = {".py", ".cu", ".cuh", ".html", ".js", ".j2"}
 
 
 def lines(path: str) -> int:
-    """Return the lines of code of a file, or of all files in a folder."""
+    """Return the lines of code of a file or directory."""
     files = [ROOT / path] if (ROOT / path).is_file() else (ROOT / path).rglob("*")
     return sum(file.read_text().count("\n") for file in files if file.suffix in CODE)
 
 
 def rounded(number: int) -> str:
-    """Return the number to two digits, which a small change of the code leaves true: 49,746 is 50,000."""
+    """Return the number with two significant digits: 49,746 becomes 50,000."""
     return f"{round(number, 2 - len(str(number))):,}"
 
 
 def filled(markdown: str) -> str:
-    """Return the page with the numbers of today."""
+    """Return the page with current numbers."""
     return COUNTED.sub(lambda found: rounded(lines(found[2])), markdown)

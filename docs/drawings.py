@@ -1,11 +1,12 @@
 """Drawings of the documentation, made from the code: `python docs/drawings.py` writes docs/images/*.svg.
 
-A test draws them anew, so that none shows what is no longer there.
+A test compares the files with new drawings, so that they match the code.
 """
 
 from __future__ import annotations
 
 import ast
+import re
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -30,7 +31,7 @@ TEAL, SAND, ROSE, BLUE, PLAIN = "#cfe8e4", "#f6e6c8", "#f4d3d0", "#d5e2f5", "#ec
 
 
 class Drawing:
-    """An SVG on a white card, so that it is read on dark pages too."""
+    """An SVG with a white background, which is also readable on dark pages."""
 
     def __init__(self, width: float, height: float, title: str) -> None:
         self.width, self.height, self.title = width, height, title
@@ -75,18 +76,20 @@ class Drawing:
         return head + "\n".join(self.parts) + "\n</svg>\n"
 
 
-# -- the folders
+# -- imports
 
 
 def house() -> Drawing:
-    """Draw who imports whom. A line that others make superfluous is left out."""
+    """Draw the imports between directories, without lines that follow from others."""
     needs = imports()
     levels: dict[str, int] = {}
     for name in needs:
         _level(name, needs, levels)
     floors = [sorted(n for n in needs if levels[n] == i) for i in range(max(levels.values()) + 1)]
     width, step, wide, high = 900.0, 54.0, 120.0, 30.0
-    drawing = Drawing(width, len(floors) * step + 30, "The folders of distgpt: each imports only from below")
+    drawing = Drawing(
+        width, len(floors) * step + 30, "The directories of distgpt, which import only from directories below"
+    )
     at: dict[str, tuple[float, float]] = {}
     for i, names in enumerate(floors):
         names.sort(key=lambda name: sum(at[n][0] for n in needs[name]) / max(1, len(needs[name])))
@@ -106,7 +109,7 @@ CORE = "core/"
 
 
 def imports() -> dict[str, set[str]]:
-    """Return what each folder of the package imports."""
+    """Return the imports of each directory of the package."""
     package = ROOT / "distgpt"
     needs: dict[str, set[str]] = {}
     for path in sorted(package.rglob("*.py")):
@@ -126,9 +129,9 @@ def _modules(text: str) -> Iterator[str]:
 
 
 def _room(parts: Sequence[str]) -> str | None:
-    """Return the folder of a module, in the core the folder in there.
+    """Return the directory of a module; in the core, its subdirectory.
 
-    None for the entry points, and for core/components.py, which imports every folder when it is called.
+    None for the entry points, and for core/components.py, which imports all directories when it is called.
     """
     if not parts or parts[0] in ("__init__", "__main__"):
         return None
@@ -151,7 +154,7 @@ def _all_below(name: str, needs: dict[str, set[str]]) -> set[str]:
 
 
 class Recorded(Kernels):
-    """Kernels that keep the name of each operation, and the shape of what it writes."""
+    """Kernels that record the name and the output shape of each operation."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -170,7 +173,7 @@ def _noting(
         before = len(calls)
         calls.append((name, first.shape))
         result = work(*args, **more)
-        del calls[before + 1 :]  # operations that this one calls
+        del calls[before + 1 :]  # operations called by this one
         return result
 
     return call
@@ -183,7 +186,7 @@ STEPS = (
 
 
 def step() -> Drawing:
-    """Draw the operations of a step, one layer's for all: forward, backward, and gradients of weights."""
+    """Draw the operations of a step with one layer: forward, backward, and gradients of weights."""
     forward, backward, weights = passes()
     row, top = 46.0, 74.0
     drawing = Drawing(900, top + row * len(STEPS) + 16, "The operations of a training step")
@@ -204,7 +207,7 @@ def step() -> Drawing:
             drawing.path(f"M300 {y + 34:g}V{y + row - 1:g}", FAINT, arrow=True)
         else:
             drawing.path(f"M400 {y + 17:g}H560V{y - 11:g}", FAINT, arrow=True)
-        begin = f"M560 {y + row:g}V{y + 17:g}"  # of the arrow into the weights, where nothing is further back
+        begin = f"M560 {y + row:g}V{y + 17:g}"  # start of the arrow into the weights
         if back := backward[i]:
             _operation(drawing, 560, y, *back, ROSE)
             drawing.path(f"M560 {y + row:g}V{y + 35:g}", FAINT, arrow=True)
@@ -223,7 +226,7 @@ def _operation(
     drawing.text(x, y + 28, shape, 10.5, FAINT)
 
 
-Call = tuple[str, str]  # an operation, and the shape of what it writes
+Call = tuple[str, str]  # an operation and its output shape
 
 
 def passes() -> tuple[list[Call], list[Call | None], list[Call | None]]:
@@ -259,7 +262,7 @@ def passes() -> tuple[list[Call], list[Call | None], list[Call | None]]:
 
 
 def buffer() -> Drawing:
-    """Draw the gradients of GPT-2 124M as they lie in memory, and those of one layer, wider."""
+    """Draw the gradients of GPT-2 124M in memory order, and one layer's enlarged."""
     layout = Architecture(
         ModelConfig(vocab_size=50257, seq_len=1024, n_layer=12, n_head=12, n_embd=768)
     ).layout
@@ -302,7 +305,7 @@ def buffer() -> Drawing:
 def _bar(
     drawing: Drawing, x: float, y: float, wide: float, sizes: dict[str, int], letters: float
 ) -> dict[str, tuple[float, float]]:
-    """Draw parts as long as they are large, named where their name fits; return where they lie."""
+    """Draw parts with a length by size, with their names if they fit; return their positions."""
     bounds, scale = {}, wide / sum(sizes.values())
     for name, size in sizes.items():
         fill = SAND if name.startswith("w") and "." not in name else TEAL
@@ -319,7 +322,7 @@ def _bar(
 
 
 def tile() -> Drawing:
-    """Draw what a microkernel for AVX-512 holds in registers, and what it reads for one k."""
+    """Draw the registers of a microkernel for AVX-512 and its inputs for one k."""
     shape, cell = AVX512_BF16, 17.0
     depth, left, top = 10, 250.0, 216.0
     across, down = shape.columns * cell, shape.rows * cell
@@ -349,7 +352,7 @@ def tile() -> Drawing:
 
 
 def node() -> Drawing:
-    """Draw where ranks and threads sit: two sockets of four NUMA regions each, 16 cores in a region."""
+    """Draw ranks and threads on two sockets of four NUMA regions with 16 cores each."""
     machine = two_sockets(regions=4, cores=16, cache=4)
     advice = recommended(machine)
     title = f"A node of {len(machine.cpus)} cores: {advice.ranks} ranks of {advice.threads} threads"
@@ -371,7 +374,7 @@ def node() -> Drawing:
 def draw_region(
     drawing: Drawing, x: float, y: float, region: int, cpus: Sequence[Cpu], rank_of: dict[int, int]
 ) -> None:
-    """Draw a NUMA region: a square for each core, side by side those that share a cache, and its ranks."""
+    """Draw a NUMA region with its ranks and a square for each core, grouped by shared cache."""
     drawing.box(x, y, 210, 114, (TEAL, SAND, BLUE, ROSE)[region % 4])
     drawing.text(x + 8, y + 18, f"NUMA region {region}, its own memory", 12, anchor="start")
     for number, (_, cores) in enumerate(groupby(cpus, lambda cpu: cpu.cache)):
@@ -384,10 +387,33 @@ def draw_region(
 
 
 def two_sockets(regions: int, cores: int, cache: int) -> Machine:
-    """Describe a node by its NUMA regions in a socket, cores in a region, and cores that share a cache."""
+    """Describe a node by regions per socket, cores per region, and cores per shared cache."""
     count = 2 * regions * cores
     cpus = (Cpu(i, i, i // cache * cache, i // cores, i // (regions * cores)) for i in range(count))
     return Machine(tuple(cpus), frozenset(range(count)))
+
+
+def speed() -> Drawing:
+    """Draw the first table of the page about speed: a bar for each ratio."""
+    page = (ROOT / "docs" / "explanation" / "speed.md").read_text()
+    table = re.search(r"^\| work .*?\n\n", page, re.MULTILINE | re.DOTALL)
+    rows = [
+        [cell.strip() for cell in line.strip("|").split("|")] for line in table[0].split("\n")[2:] if line
+    ]
+    left, step, unit = 16.0, 46.0, 150.0
+    drawing = Drawing(590, 64 + step * len(rows), "Speed of distgpt divided by the speed of another program")
+    drawing.text(
+        left, 26, "Speed of distgpt / speed of the other program", 15, anchor="start", font_weight="600"
+    )
+    for i, (work, machine, other, ratio) in enumerate(rows):
+        y, value = 42 + step * i, float(ratio)
+        drawing.text(left, y + 12, f"{work}, {machine}; {other}", 12.5, anchor="start")
+        drawing.box(left, y + 18, unit * value, 16, TEAL if value >= 1 else ROSE)
+        end = left + unit * max(value, 1) + 8
+        drawing.text(end, y + 31, f"{ratio}x", 13, anchor="start", font_weight="600")
+        drawing.path(f"M{left + unit:g} {y + 15:g}V{y + 37:g}", FAINT)
+    drawing.text(left + unit, 54 + step * len(rows), "equal", 12, FAINT)
+    return drawing
 
 
 DRAWINGS: dict[str, Callable[[], Drawing]] = {
@@ -396,6 +422,7 @@ DRAWINGS: dict[str, Callable[[], Drawing]] = {
     "buffer": buffer,
     "tile": tile,
     "node": node,
+    "speed": speed,
 }
 
 

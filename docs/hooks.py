@@ -1,15 +1,18 @@
-"""The site's reference: commands, settings and presets, made from the package's own declarations."""
+"""Pages that the site generates: the reference, from the package's declarations, and the notebooks."""
 
 from __future__ import annotations
 
 import inspect
+import itertools
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
+from html import unescape
 from pathlib import Path
 from typing import Any
 
 import click
 import counts
+import notebook_pages
 from mkdocs.structure.files import File
 
 from distgpt.commands.cli import cli
@@ -19,23 +22,54 @@ from distgpt.core.config.presets import PRESETS, preset
 
 MARK = re.compile(r"<!-- generated: (\w+) -->")
 OUTSIDE = re.compile(r"\[([^]]+)\]\((?:\.\./)+((?:benchmarks|distgpt|examples|tests)/[^)]+)\)")
-NOTE = re.compile(r"\n\(On the site .*?\)\n", re.DOTALL)  # for those who read the plain file
+NUMBER = re.compile(r"([-−+±]?\d[\d,.]*( ?(%|x|[kMG]i?B|[mµ]?s|min|h))?|–|)")
+NOTE = re.compile(r"\n\(On the site .*?\)\n", re.DOTALL)  # shown only in the plain file
 
 
 def on_files(files: Any, config: Any) -> Any:
-    """Add CONTRIBUTING.md, which lies beside docs/, with its links as seen from there."""
-    text = (Path(config.docs_dir).parent / "CONTRIBUTING.md").read_text().replace("](docs/", "](")
+    """Add the notebooks as pages, and CONTRIBUTING.md with its links relative to docs/."""
+    docs = Path(config.docs_dir)
+    text = (docs.parent / "CONTRIBUTING.md").read_text().replace("](docs/", "](")
     files.append(File.generated(config, "contributing.md", content=text))
+    for path in (docs / "notebooks").glob("*.ipynb"):
+        page, pictures = notebook_pages.convert(path)
+        for name, content in {f"{path.stem}.md": page, **pictures}.items():
+            files.append(File.generated(config, f"notebooks/{name}", content=content))
     return files
 
 
-def on_page_markdown(markdown: str, **_: Any) -> str:
-    """Replace each mark by what it names, and links to other files of the repository by their names."""
+def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
+    """Insert generated tables and counts, and print links to files outside docs/ as paths."""
     markdown = counts.filled(OUTSIDE.sub(r"\1 (`\2`)", markdown))
+    if not page.file.src_uri.startswith("notebooks/"):
+        markdown = markdown.replace(".ipynb)", ".md)")
     if not MARK.search(markdown):
         return markdown
     made = {"commands": commands, "settings": settings, "presets": presets}
     return MARK.sub(lambda mark: made[mark[1]](), NOTE.sub("", markdown))
+
+
+def on_page_content(html: str, **_: Any) -> str:
+    """Mark short code and the kinds of table columns for site.css."""
+    html = re.sub(r"<code>(?=[^<]{1,28}</code>)", '<code class="short">', html)
+    return re.sub(r"<table>.*?</table>", lambda found: _marked(found[0]), html, flags=re.DOTALL)
+
+
+def _marked(table: str) -> str:
+    rows = [re.findall(r"<t[hd][^>]*>(.*?)</t[hd]>", row, re.DOTALL) for row in table.split("<tr>")[1:]]
+    kinds = [
+        _kind([unescape(re.sub(r"<.*?>", "", cell)) for cell in column]) for column in zip(*rows, strict=True)
+    ]
+    cells = itertools.cycle(kinds)
+    return re.sub(r"<(t[hd])(?=[ >])", lambda found: f'<{found[1]} class="{next(cells)}"', table)
+
+
+def _kind(column: Sequence[str]) -> str:
+    """Return the class of a column: the first cell is its head."""
+    if all(NUMBER.fullmatch(cell) for cell in column[1:]) and any(column[1:]):
+        return "number"
+    longest = max(map(len, column))
+    return "short" if longest <= 18 else "long" if longest > 40 else "medium"
 
 
 def table(heads: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
@@ -75,7 +109,7 @@ def _command(name: str, found: click.Command, context: click.Context) -> str:
 
 
 def _prose(text: str) -> str:
-    """Return a command's help as Markdown: what keeps its lines is code."""
+    """Return a command's help as Markdown, with its preformatted paragraphs as code."""
     blocks = []
     for block in inspect.cleandoc(text).split("\n\n"):
         kept = block.startswith("\b\n")

@@ -1,4 +1,4 @@
-"""The same GPT in PyTorch, with every fused operation that it offers, and the weights of ours in it."""
+"""The same GPT in PyTorch with all fused operations, and distgpt's weights."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 @dataclass(frozen=True)
 class Shape:
-    """The architecture, in the words and with the defaults of distgpt's own configuration."""
+    """The architecture, with names and defaults of distgpt's configuration."""
 
     n_layer: int
     n_head: int
@@ -37,7 +37,7 @@ class Shape:
 
     @classmethod
     def of(cls, settings: dict[str, Any]) -> Shape:
-        """Return what the model has of distgpt's settings; the others are as if they were not there."""
+        """Return a Shape from distgpt's settings, ignoring settings that it does not have."""
         return cls(**{each.name: settings[each.name] for each in fields(cls)})
 
     @property
@@ -75,7 +75,6 @@ class Attention(nn.Module):
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """RoPE on a head's two halves."""
     a, b = x.chunk(2, dim=-1)
     return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1).to(x.dtype)
 
@@ -114,7 +113,7 @@ class Block(nn.Module):
 
 
 class GPT(nn.Module):
-    """The padded rows of the vocabulary start at zero and are never targets, but nothing masks them."""
+    """The padded rows of the vocabulary start at zero and are never targets, but are not masked."""
 
     def __init__(self, shape: Shape, head: nn.LinearCrossEntropyOptions | None) -> None:
         super().__init__()
@@ -161,7 +160,6 @@ class GPT(nn.Module):
 
 
 def fill(model: nn.Module, weights: Any) -> None:
-    """distgpt's weights by distgpt's names."""
     renamed = {"mlp.fc": "mlp.up", "attn.": "attention."}
     with torch.no_grad():
         own = dict(model.named_parameters())

@@ -1,7 +1,7 @@
-"""Generation by transformers, CTranslate2 and llama.cpp: one GPT-2 with random weights, and its timing.
+"""Time generation by transformers, CTranslate2 and llama.cpp, with a GPT-2 with random weights.
 
-Runs in an environment that has them, without distgpt: `peer_inference.py COMMAND JSON` prints JSON.
-`models` makes the model in every format whose packages are there; `measure` times one of them.
+Runs in an environment with these packages, without distgpt: `peer_inference.py COMMAND JSON` prints JSON.
+`models` creates the model in every format whose packages are installed; `measure` times one format.
 """
 
 from __future__ import annotations
@@ -28,11 +28,8 @@ def installed() -> list[str]:
     return [name for name, packages in PACKAGES.items() if all(find_spec(each) for each in packages)]
 
 
-# -- the model in all formats
-
-
 def make_models(job: dict[str, Any]) -> dict[str, Any]:
-    """A GPT-2 of this shape in `folder`: for transformers, and from there for the others."""
+    """Write a GPT-2 of this shape to `folder` for transformers, and convert it to the other formats."""
     import torch
     from transformers import GPT2Config, GPT2LMHeadModel
 
@@ -95,8 +92,6 @@ def _for_llama(state: dict[str, Any], shape: dict[str, int], words: list[str], f
             raise SystemExit(f"llama.cpp cannot write {name}")
 
 
-# -- what generates: prompts and a number of new tokens in, new tokens out, greedily
-
 Generate = Callable[[list[list[int]], int], Any]
 
 
@@ -157,7 +152,7 @@ def of_llama(job: dict[str, Any]) -> Generate:
     batch = l.llama_batch_init(how.n_batch, 0, 1)
 
     def decode(entries: list[tuple[int, int, int, bool]]) -> list[int]:
-        """Entries: token, position, sequence, whether its scores are wanted."""
+        """Decode a batch of (token, position, sequence, whether scores are needed)."""
         batch.n_tokens = len(entries)
         for i, (token, place, sequence, wanted) in enumerate(entries):
             batch.token[i], batch.pos[i], batch.n_seq_id[i] = token, place, 1
@@ -190,7 +185,7 @@ KINDS = {"transformers": of_transformers, "ctranslate2": of_ctranslate2, "llama.
 
 
 def measure(job: dict[str, Any]) -> dict[str, Any]:
-    """Seconds to the first new token, and to the last; the best of the repeats."""
+    """Return the seconds to the first and to the last new token: the best of the repeats."""
     generate = KINDS[job["peer"]](job)
     random = np.random.default_rng(1)
     prompts = random.integers(0, job["shape"]["vocab"] - 1, (job["requests"], job["prompt"])).tolist()

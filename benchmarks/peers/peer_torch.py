@@ -22,8 +22,8 @@ from typing import Any
 
 import numpy as np
 
-os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")  # PyTorch's own switch for huge pages, read once, early
-sys.path += map(str, Path(__file__).resolve().parents[1:3])  # this Python has no distgpt
+os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")  # huge pages; PyTorch reads this at the start
+sys.path += map(str, Path(__file__).resolve().parents[1:3])  # this Python does not have distgpt
 
 import torch
 from peer_gpt import GPT, Shape, fill
@@ -36,28 +36,27 @@ from distgpt.core.comm.resources import peak_memory
 
 SEED = 1337
 RANKS, RANK = (int(os.environ.get(name, alone)) for name, alone in (("WORLD_SIZE", 1), ("RANK", 0)))
-WARM_UP = 2  # steps, trained like the others and not measured
+WARM_UP = 2  # warm-up steps, not measured
 
 
 def batches(job: SimpleNamespace, shape: Shape, count: int) -> Iterator[tuple[Tensor, Tensor]]:
-    """Inputs and next-token targets, at random."""
     for _ in range(count):
         drawn = torch.randint(shape.vocab_size, (job.batch_size, shape.seq_len + 1))
         yield drawn[:, :-1].contiguous(), drawn[:, 1:].contiguous()
 
 
 def train(request: dict[str, Any]) -> dict[str, Any]:
-    """As many measured steps as asked for, after some to warm up."""
+    """Return the seconds of measured steps after a warm-up."""
     job = SimpleNamespace(**request)
     shape = Shape.of(job.shape)
     if job.keep_freed:
         keep_freed_memory()
     job.ranks = RANKS
-    if RANKS > 1:  # begun by torchrun: each has a block of the cores and a part of the batch
+    if RANKS > 1:  # torchrun has started ranks, which share the cores and the batch
         torch.distributed.init_process_group("gloo")
         job.batch_size //= RANKS
     training = Training(shape, job)
-    if RANKS > 1:  # all begin with the same weights, and train on tokens of their own
+    if RANKS > 1:  # all ranks start with the same weights and train on different tokens
         torch.manual_seed(SEED + RANK)
     total = WARM_UP + job.steps
     seconds, losses = [], []
@@ -83,7 +82,6 @@ def train(request: dict[str, Any]) -> dict[str, Any]:
 
 
 def hugging_face(length: int, **sizes: int) -> Any:
-    """Its GPT-2 for so many tokens, built from a configuration, not fetched."""
     os.environ["HF_HUB_OFFLINE"] = "1"
     from transformers import GPT2Config, GPT2LMHeadModel
 
@@ -94,7 +92,6 @@ def hugging_face(length: int, **sizes: int) -> Any:
 
 
 def greedy(model: Any, prompt: Tensor, new: int) -> Tensor:
-    """Decode so many tokens with a cache."""
     options: dict[str, Any] = {
         "do_sample": False,
         "use_cache": True,
@@ -105,7 +102,7 @@ def greedy(model: Any, prompt: Tensor, new: int) -> Tensor:
 
 
 def mean_loss(model: GPT, tokens: Any, lengths: Any, most: int, device: torch.device) -> float:
-    """In batches of at most `most` names of equal length; synchronises once, at the end."""
+    """Return the mean loss in batches of up to `most` names of equal length; synchronize once."""
     starts = np.cumsum(lengths) - lengths
     total = torch.zeros((), dtype=torch.float64, device=device)
     for length in np.unique(lengths):
@@ -118,8 +115,8 @@ def mean_loss(model: GPT, tokens: Any, lengths: Any, most: int, device: torch.de
 
 
 def names(request: dict[str, Any]) -> dict[str, Any]:
-    """The forward-pass study: the mean loss over names, in batches of equal length or one by one."""
-    keep_freed_memory()  # as our own passes do: the faster way for PyTorch too
+    """Return the mean loss over names, in batches of equal length or one by one."""
+    keep_freed_memory()  # distgpt also does this; it is the faster way for PyTorch
     model = GPT(Shape.of(request["shape"]), None).eval()
     fill(model, np.load(request["weights"]))
     model = model.to(getattr(torch, request["dtype"]))
@@ -142,11 +139,11 @@ def keep_freed_memory() -> None:
     m_trim_threshold, m_mmap_max = -1, -4
     mallopt = ctypes.CDLL(None).mallopt
     mallopt(m_mmap_max, 0)
-    mallopt(m_trim_threshold, -1)  # never: the largest size
+    mallopt(m_trim_threshold, -1)  # never unmap: the largest size
 
 
 def take_own_cores() -> None:
-    """Keep to one of even blocks of the cores, a CPU of each, so that no two ranks' threads meet on one."""
+    """Bind this rank to one of equal blocks of cores, with one CPU per core, so that ranks share no core."""
     seats = [core[0].number for core in read_machine(allowed=os.sched_getaffinity(0)).cores]
     if len(seats) >= RANKS:
         each = len(seats) // RANKS

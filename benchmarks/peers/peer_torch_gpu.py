@@ -31,11 +31,10 @@ from torch import nn
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 ON_GPU = DEVICE.type == "cuda"
-WARM_UP = 5  # what is compiled is also recorded and tuned in the first few steps
+WARM_UP = 5  # steps; compiled code is also recorded and tuned in the first ones
 
 
 def timed(work: Callable[[], Any]) -> float:
-    """Seconds of one call, until the device is done."""
     wait = torch.cuda.synchronize if ON_GPU else lambda: None
     wait()
     began = time.perf_counter()
@@ -82,7 +81,7 @@ def train(
 
 
 def attention_by(which: str) -> Any:
-    """PyTorch's own choice, or cuDNN's attention and no other."""
+    """Use PyTorch's choice of attention, or only cuDNN's."""
     if which != "cudnn" or not ON_GPU:
         return nullcontext()
     from torch.nn.attention import SDPBackend, sdpa_kernel

@@ -1,7 +1,7 @@
-"""Training steps of PyTorch on cores: its dtypes, and the ways that make it faster or leaner.
+"""Training steps of PyTorch on CPUs in different dtypes, with options for speed and memory.
 
-Weights, moments and updates are always in float32. In bfloat16 the model is a copy of the weights in 16 bits,
-made anew after each update, or `torch.autocast` rounds them: one is faster here, the other there.
+Weights, moments and updates are always in float32. In bfloat16 the model is a 16-bit copy of the weights,
+renewed after each update, or `torch.autocast` rounds them. Which one is faster depends on the processor.
 """
 
 from __future__ import annotations
@@ -16,15 +16,13 @@ from torch import Tensor, nn
 
 
 class Training:
-    """A model, and the optimizer of its float32 weights."""
-
     def __init__(self, shape: Shape, job: SimpleNamespace) -> None:
         chunked = nn.LinearCrossEntropyOptions(batch_chunk_size=512, chunking_method=None)
         model = GPT(shape, chunked if job.chunked_head else None)
         narrow = job.dtype == "bfloat16"
         self._autocast = torch.autocast("cpu", torch.bfloat16) if narrow and job.autocast else nullcontext()
         self.parameters = list(model.parameters())
-        self._copies: list[Tensor] = []  # of the weights, in 16 bits
+        self._copies: list[Tensor] = []  # 16-bit copies of the weights
         if narrow and not job.autocast:
             self.parameters = [p.detach().clone().requires_grad_() for p in self.parameters]
             self._copies = list(model.to(torch.bfloat16).parameters())
@@ -37,7 +35,6 @@ class Training:
             self._loss = torch.compile(model, dynamic=False, mode="max-autotune" if job.autotune else None)
 
     def step(self, tokens: Tensor, targets: Tensor, lr: float) -> float:
-        """One update; the loss before it."""
         for group in self._optimizer.param_groups:
             group["lr"] = lr
         with self._autocast:
@@ -59,7 +56,7 @@ class Training:
 
 
 def adamw(parameters: list[nn.Parameter] | list[Tensor], job: SimpleNamespace) -> torch.optim.AdamW:
-    """PyTorch's own in one kernel, with weight decay on matrices only."""
+    """Return PyTorch's fused AdamW with weight decay only on matrices."""
     groups = [
         {"params": [p for p in parameters if p.dim() >= 2], "weight_decay": job.weight_decay},
         {"params": [p for p in parameters if p.dim() < 2], "weight_decay": 0.0},

@@ -1,1 +1,1 @@
-"""The parts of torture.py: what is done to a run, how it is done, and what has to hold after it."""
+"""The parts of torture.py: faults, attempts, and invariants."""

@@ -1,4 +1,4 @@
-"""One attempt at a run: real processes under a real mpirun, what happens to them, and how they end."""
+"""One attempt at a run: real processes under a real mpirun, a fault, and their end."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from torturing import preload
 from torturing.faults import EVALUATED, EVERY, KEEP, STEPS, Fault, Mode
 from torturing.preload import Survey
 
-MARK = "DISTGPT_TORTURE"  # a variable of all processes of an attempt
-LIMIT = 90.0  # seconds after which an attempt hangs
-GONE = 15.0  # seconds after the end of the command until all its processes must have ended
-LOOK = 0.002  # seconds between looks at a run
-AFTER_STEP = 0.006  # seconds at most from the chosen step to the fault: about as long as a save
+MARK = "DISTGPT_TORTURE"  # environment variable that marks all processes of an attempt
+LIMIT = 90.0  # seconds until an attempt counts as a hang
+GONE = 15.0  # seconds from the end of the command until all its processes must have ended
+LOOK = 0.002  # seconds between checks of a run
+AFTER_STEP = 0.006  # maximum seconds from the chosen step to the fault, about the duration of a save
 DISK = 64 << 20  # bytes of a disk that is large enough
 MODEL = "--n-layer 1 --n-head 2 --n-embd 32 --seq-len 32 --batch-size 12 --data story --tokenizer byte"
 HOW = f"--lr 1e-3 --warmup 2 --steps {STEPS} --save-every {EVERY} --val-fraction 0.1 --val-tokens 512"
@@ -32,8 +32,6 @@ HOW += f" --eval-every {EVALUATED} --threads 1 --set matmul=own --progress plain
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """The folder of a trial, and what is in it."""
-
     folder: Path
 
     @property
@@ -63,26 +61,25 @@ class Place:
 
 @dataclass(slots=True)
 class Attempt:
-    """How one ended. `came` is when the fault did, by the clock of time.monotonic(); None: it did not."""
+    """The outcome of an attempt. `came`: time.monotonic() of the fault, or None if there was none."""
 
     fault: Fault
     ranks: int
     code: int = 0
     seconds: float = 0.0
     came: float | None = None
-    early: bool = False  # nothing was written to the metrics yet when it came
+    early: bool = False  # the metrics were still empty at the fault
     hung: bool = False
     left: list[str] = field(default_factory=list)  # processes that had to be killed
-    leaving: float | None = None  # seconds from the fault until all processes were gone
-    again: float | None = None  # seconds from the start until the run was further than before
+    leaving: float | None = None  # seconds from the fault until all processes had ended
+    again: float | None = None  # seconds from the start until the run passed its previous step
     output: str = ""
     errors: str = ""
     second: int | None = None  # the exit code of a second process in the same directory
-    stalls: list[float] = field(default_factory=list)  # seconds that the steps waited for saves
+    stalls: list[float] = field(default_factory=list)  # seconds for which steps waited for saves
 
 
 def command(place: Place, mode: Mode, ranks: int, preload: dict[str, str]) -> list[str]:
-    """Only the ranks themselves are started with the library."""
     stage = ["--stage", "mpi"] if ranks > 1 else []
     launcher = [own_mpirun() or "mpirun", "-n", str(ranks)] if ranks > 1 else []
     told = ["env", *(f"{name}={value}" for name, value in preload.items())] if preload else []
@@ -101,7 +98,7 @@ def command(place: Place, mode: Mode, ranks: int, preload: dict[str, str]) -> li
 def attempt(
     place: Place, number: int, mode: Mode, ranks: int, fault: Fault, made: Path | None, seen: Survey | None
 ) -> Attempt:
-    """Start it, let the fault come, wait for the end of all its processes, and kill what does not end."""
+    """Start the run, trigger the fault, wait for all processes, and kill them after the limit."""
     state, mark = place.state(number), f"{os.getpid()}-{place.folder.name}-{number}"
     state.mkdir()
     variables = preload.environment(made, place.run, state, fault, seen)
@@ -153,7 +150,7 @@ def _start(words: list[str], place: Place, state: Path, mark: str, suffix: str) 
 
 @contextmanager
 def _ended(mark: str) -> Iterator[None]:
-    """Nothing of an attempt outlives a campaign that is interrupted."""
+    """Kill all processes if a campaign is interrupted."""
     try:
         yield
     finally:
@@ -161,7 +158,7 @@ def _ended(mark: str) -> Iterator[None]:
 
 
 class _Watch:
-    """Lets a fault come whose moment the library does not choose, and lets stopped processes go on."""
+    """Triggers faults that the library does not, and continues stopped processes."""
 
     def __init__(
         self,
@@ -234,7 +231,6 @@ def _signature(path: Path) -> tuple[int, int, int] | None:
 
 
 def _last_step(metrics: Path) -> int:
-    """The last step in the file, 0 if there is none."""
     try:
         with metrics.open("rb") as file:
             file.seek(max(0, file.seek(0, os.SEEK_END) - 1000))
@@ -246,7 +242,7 @@ def _last_step(metrics: Path) -> int:
 
 
 def processes(mark: str) -> list[tuple[int, str]]:
-    """Those whose environment has the mark, with their command lines; not those that have ended."""
+    """Return the living processes with this mark in their environment, with their command lines."""
     needle, found = f"{MARK}={mark}".encode() + b"\0", []
     for folder in Path("/proc").iterdir():
         if folder.name.isdigit():
@@ -259,7 +255,6 @@ def processes(mark: str) -> list[tuple[int, str]]:
 
 
 def _ranks(mark: str) -> dict[int, int]:
-    """The ranks by their processes, as far as they have started."""
     found = {}
     for pid, words in processes(mark):
         if " -m distgpt " in words and "mpirun" not in words and "hydra" not in words:
@@ -271,7 +266,7 @@ def _ranks(mark: str) -> dict[int, int]:
 
 
 def end(mark: str) -> None:
-    """Kill all of them, and what they start meanwhile."""
+    """Kill all processes, including processes that they start during this call."""
     while alive := processes(mark):
         for pid, _ in alive:
             with suppress(ProcessLookupError):
@@ -281,7 +276,7 @@ def end(mark: str) -> None:
 
 @contextmanager
 def _disk(place: Place, fault: Fault, seen: Survey | None) -> Iterator[None]:
-    """A file system of its own for a run that is to find its disk full; with room again afterwards."""
+    """Mount a separate file system for a run that fills its disk; it has space again afterwards."""
     if fault.what != "full":
         yield
         return
@@ -296,7 +291,6 @@ def mount(*words: str) -> None:
 
 
 def remove(place: Place) -> None:
-    """The folder of a trial, with the file system in it."""
     if place.disk.is_mount():
         subprocess.run(["umount", "-l", str(place.disk)], check=True)
     shutil.rmtree(place.folder)
@@ -315,7 +309,7 @@ def can_mount(folder: Path) -> bool:
 
 
 def stalls(calls: list[preload.Call]) -> list[float]:
-    """How much longer it is from one line of metrics to the next where a save begins between them."""
+    """Return the additional time between two lines of metrics if a save starts between them."""
     with_save: list[float] = []
     without: list[float] = []
     last, has_save, has_other = None, False, False

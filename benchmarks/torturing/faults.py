@@ -1,6 +1,6 @@
-"""What is done to a run: the choice of a trial, a function of the campaign's seed and the trial's number.
+"""The fault of a trial, chosen by the campaign's seed and the trial's number.
 
-To try further flags of `distgpt train`, add a row to MODES.
+To test other options of `distgpt train`, add a row to MODES.
 """
 
 from __future__ import annotations
@@ -9,15 +9,19 @@ import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
-# Of a trial's run: steps, between saves, saves kept, between evaluations.
+# Settings of a trial's run: steps, steps between saves, saves kept, steps between evaluations.
 STEPS, EVERY, KEEP, EVALUATED = 16, 4, 2, 6
 
 
 @dataclass(frozen=True, slots=True)
 class Mode:
-    """How a run is started. `loses` is the most steps that a killed one may have to repeat; `goes_on`: also
-    when something cannot be written. `close`: losses on another number of ranks are, relative. `rises`: the
-    lowest validation loss is an early one, so that the best weights are not written again."""
+    """A way to start a run.
+
+    loses: the maximum number of steps that a killed run repeats.
+    goes_on: continues if a file cannot be written.
+    close: relative tolerance of losses on another number of ranks.
+    rises: the lowest validation loss comes early, so the best weights are not written again.
+    """
 
     name: str
     ranks: int = 1
@@ -29,7 +33,7 @@ class Mode:
 
 
 RISING = ("--lr", "15", "--warmup", "10", "--schedule", "constant", "--clip", "0")
-# A save in a thread may end only as the next one is due, and is lost if the process is killed before.
+# A background save may end when the next one is due, and is lost if the process is killed before.
 MODES = (
     Mode("serial", 1, (), 2 * EVERY),
     Mode("mpi", 2, (), 2 * EVERY),
@@ -51,27 +55,27 @@ MODES = (
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """What happens during one attempt at a run.
+    """A fault during one attempt at a run.
 
-    `what`: "signal", "error", "full" (a small disk), "twice" (a second process begins there) or "nothing".
-    `where` it comes: at a call of the third "save", "elsewhere" or at the "start" of an attempt (`turn`), at
-    a call of the "run" or while "reading", at a "moment" or at a "step" (`part` of them all).
+    `what`: "signal", "error", "full" (a small disk), "twice" (a second process starts) or "nothing".
+    `where`: at a call of the third "save", "elsewhere", at the "start" of an attempt (`turn`), at a call
+    of the "run" or while "reading", at a "moment" or at a "step" (`part` of them all).
     """
 
     what: str
     name: str = ""  # SIGKILL …, ENOSPC …, short, torn
-    to: str = "0"  # whom a signal is sent to: a rank, "all" or "launcher"
+    to: str = "0"  # receiver of a signal: a rank, "all" or "launcher"
     where: str = "run"
     turn: int = 0
     part: float = 0.0
-    times: int = 1  # calls that fail; 0: all from then on
+    times: int = 1  # number of failing calls; 0: all later calls
     pause: float = 0.0  # seconds until SIGCONT
-    clock: str = ""  # when the clock jumps, and by how much, as faulty.c takes it
+    clock: str = ""  # time and size of the clock's jump, in the format of faulty.c
 
 
 @dataclass(frozen=True, slots=True)
 class Damage:
-    """To a file of the run's directory, after the first attempt; `which` and `place` are parts of all."""
+    """Corruption of a file after the first attempt; `which` and `place` are fractions."""
 
     how: str
     which: float
@@ -81,7 +85,7 @@ class Damage:
 
 @dataclass(frozen=True, slots=True)
 class Trial:
-    """The last of `ranks` holds for all further attempts, which nothing happens to."""
+    """The last of `ranks` is for all further attempts, which have no fault."""
 
     number: int
     kind: str
@@ -93,7 +97,7 @@ class Trial:
 
 @dataclass(frozen=True, slots=True)
 class Campaign:
-    """What, with a number, makes a trial. `calls` is how many system calls to try there are in each place."""
+    """Determines the trials. `calls` is the number of system calls to test in each place."""
 
     seed: int
     modes: tuple[str, ...]
@@ -110,7 +114,7 @@ class Campaign:
 
 
 class _Draw:
-    """The chances of one trial. `turn` counts the trials of its kind."""
+    """The random choices of one trial. `turn` counts the trials of its kind."""
 
     def __init__(self, chance: random.Random, campaign: Campaign, turn: int) -> None:
         self.chance, self.turn = chance, turn
@@ -121,7 +125,7 @@ class _Draw:
         return self.chance.choice(self.modes)
 
     def in_turn(self, place: str, options: Sequence[tuple[Mode, str, str]]) -> tuple[Mode, str, str]:
-        """With `turn` as the call, each option meets each call once in as many rounds as there are."""
+        """Combine each option with each call once, with the call chosen by `turn`."""
         rounds, call = divmod(self.turn, self.calls[place])
         return options[(rounds + call) % len(options)]
 
@@ -131,7 +135,7 @@ class _Draw:
         return self.chance.choice(["launcher", "all", *map(str, range(mode.ranks))])
 
     def anywhere(self) -> dict[str, object]:
-        """A moment that the clock, the run's progress or its system calls decide on."""
+        """Choose a moment by the clock, the run's progress or its system calls."""
         return {"where": self.chance.choice(("moment", "step", "run")), "part": self.chance.random()}
 
 
@@ -171,7 +175,7 @@ def _error_in_turn(place: str) -> Callable[[_Draw, int, str], Trial]:
 
 
 def _in_resuming(choose: Callable[[_Draw, int, str], Trial]) -> Callable[[_Draw, int, str], Trial]:
-    """A killed run, and the same as ever as it resumes."""
+    """Kill a run and, when it resumes, cause a random fault."""
 
     def trial(draw: _Draw, number: int, kind: str) -> Trial:
         chosen = choose(draw, number, kind)
@@ -209,7 +213,7 @@ def _single(choose: Callable[[_Draw, Mode], Fault]) -> Callable[[_Draw, int, str
 
 
 def _error_in_reading(draw: _Draw, number: int, kind: str) -> Trial:
-    """A killed run, and a disk that cannot be read when it resumes."""
+    """Kill a run, and let reads fail when it resumes."""
     mode = draw.mode()
     name = draw.chance.choice(("EIO", "EIO", "EACCES"))
     times = draw.chance.choice((1, 1, 2, 0))
@@ -232,7 +236,7 @@ def _damage(draw: _Draw, number: int, kind: str) -> Trial:
 
 
 def _ranks(draw: _Draw, number: int, kind: str) -> Trial:
-    """Interrupted twice at most, and resumed on another number of ranks each time."""
+    """Interrupt at most twice, and resume on another number of ranks each time."""
     mode, chance = draw.mode(), draw.chance
     numbers = chance.sample((1, 2, 3, 4), k=chance.choice((2, 3)))
     faults = tuple(
@@ -243,7 +247,7 @@ def _ranks(draw: _Draw, number: int, kind: str) -> Trial:
 
 
 def _clock(draw: _Draw, number: int, kind: str) -> Trial:
-    """Jumps while it runs and between a kill and the next attempt; of all ranks' clocks."""
+    """Let all ranks' clocks jump, during the run and between a kill and the next attempt."""
     mode, chance = draw.mode(), draw.chance
     first, second = (f"{chance.uniform(0, 2):.3f}:{chance.choice(JUMPS)}" for _ in range(2))
     faults = [Fault("nothing", clock=f"{first},{second}")]
@@ -275,9 +279,9 @@ CHOICES: dict[str, Callable[[_Draw, int, str], Trial]] = {
 }
 _OFTEN = {"kill in a save": 4, "error in a save": 5, "signal in a save": 3, "signal": 2, "damage": 3}
 _OFTEN |= {"kill elsewhere": 3, "error elsewhere": 3, "kill in resuming": 2, "error in resuming": 3}
-# The kinds as they come, each as often as it is drawn in a round, well mixed.
+# The kinds in mixed order, as often as they occur in a round.
 CYCLE = [kind for turn in range(5) for kind in CHOICES if turn < _OFTEN.get(kind, 1)]
-# Those that have no other way.
+# Kinds with only one variant.
 WITH_LIBRARY: tuple[str, ...] = ("kill in a save", "signal in a save", "error in a save", "kill elsewhere")
 WITH_LIBRARY += (
     "error elsewhere",

@@ -1,6 +1,6 @@
-"""What has to hold after every attempt and at the end of a trial. Read here anew, not by distgpt's own code.
+"""Invariants after each attempt and at the end of a trial, checked without distgpt's own code.
 
-Each finding is a line "name: what was seen"; the name is what the table counts.
+A finding is a line "name: details"; the table counts names.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from typing import Any
 from torturing.attempts import Attempt
 from torturing.faults import KEEP, KILL, STEPS, Mode
 
-# What the README says of signals, and of a disk that fails.
+# Documented exit codes of signals, and of a disk that fails.
 SIGNALS = {"SIGTERM": 143, "SIGINT": 130, "SIGUSR1": 75}
 USAGE, DATA, STORAGE = 2, 65, 74
 DOCUMENTED = (0, 1, 2, 65, 70, 71, 74, 75, 76, 130, 143)
-# MPICH's mpirun when a rank was killed: its signal, or 143 if MPI then aborts another rank (the bits of both
-# are put together); 137 of other launchers.
+# Codes of MPICH's mpirun if a rank was killed: the rank's signal, or 143 if MPI then aborts another rank (the
+# codes are combined by bitwise or); 137 of other launchers.
 RANK_KILLED = (9, 137, 143)
-# The same when a signal comes before MPI has started: its number, or a rank's.
+# Codes for a signal before MPI has started: the signal's number, or a rank's code.
 BEFORE_MPI = (2, 9, 10, 11, 15)
 FILES = {
     "config.toml",
@@ -36,25 +36,25 @@ FILES = {
     "best.safetensors",
 }
 MAY_BE = {"history.jsonl", "checkpoints"}
-SAME = ("*.safetensors", f"checkpoints/step-{STEPS:08}/*.safetensors")  # where bits must be
+SAME = ("*.safetensors", f"checkpoints/step-{STEPS:08}/*.safetensors")  # files that must be bitwise identical
 
 
 @dataclass(slots=True)
 class Seen:
-    """A run's directory as it lies there."""
+    """The state of a run's directory."""
 
     losses: dict[int, float] = field(default_factory=dict)
     evaluations: dict[int, float] = field(default_factory=dict)
-    repeated: list[str] = field(default_factory=list)  # lines of metrics that say what one before says
+    repeated: list[str] = field(default_factory=list)  # lines of metrics that repeat an earlier one
     half_line: bool = False
-    saved: dict[int, str] = field(default_factory=dict)  # by step, "" or what is wrong with it
+    saved: dict[int, str] = field(default_factory=dict)  # step: error, or "" if intact
     torn: list[str] = field(default_factory=list)
     hidden: list[str] = field(default_factory=list)
     names: set[str] = field(default_factory=set)
-    holder: str = ""  # what running.json says
-    resumed: list[int] = field(default_factory=list)  # the steps that history.jsonl says it resumed at
-    best: int | None = None  # the step of the best weights, as they say
-    best_said: dict[int, int] = field(default_factory=dict)  # the same, as checkpoints say
+    holder: str = ""  # content of running.json
+    resumed: list[int] = field(default_factory=list)  # the steps of resumes in history.jsonl
+    best: int | None = None  # the step of the best weights, from their metadata
+    best_said: dict[int, int] = field(default_factory=dict)  # the same, from each checkpoint
 
     @property
     def step(self) -> int:
@@ -62,7 +62,7 @@ class Seen:
 
     @property
     def newest(self) -> int:
-        """The newest checkpoint that is intact; 0 if there is none."""
+        """Return the step of the newest intact checkpoint, or 0."""
         return max((step for step, wrong in self.saved.items() if not wrong), default=0)
 
 
@@ -82,7 +82,7 @@ def look(run: Path) -> Seen:
         if (
             path.is_file()
             and not path.name.startswith(".")
-            # Lines are appended to the one; the other is the lock itself, and only names the process.
+            # The first file is appended to; the second is the lock itself and only names the process.
             and path.name not in ("metrics.jsonl", "running.json")
             and (wrong := torn(path))
         ):
@@ -95,7 +95,7 @@ def look(run: Path) -> Seen:
     seen.best_said = {step: state["best"]["step"] for step, state in states.items() if state.get("best")}
     if (run / "history.jsonl").is_file():
         events = (run / "history.jsonl").read_bytes().split(b"\n")[:-1]
-        begun = [line for line in events if b'"from": ' in line]  # not what was given up, nor bad steps
+        begun = [line for line in events if b'"from": ' in line]  # without discarded and bad steps
         seen.resumed = [int(step) for step in re.findall(rb'"step": (\d+)', b"\n".join(begun))]
     if (run / "metrics.jsonl").is_file():
         _read_metrics((run / "metrics.jsonl").read_bytes(), seen)
@@ -122,7 +122,7 @@ def _read_metrics(content: bytes, seen: Seen) -> None:
 
 
 def _best_in(path: Path) -> int | None:
-    """The step of the weights in a file, if it says one."""
+    """Return the step in the metadata of a weights file, or None."""
     with suppress(OSError, ValueError, KeyError, TypeError):
         content = path.read_bytes()
         known = json.loads(content[8 : 8 + int.from_bytes(content[:8], "little")])["__metadata__"]
@@ -131,7 +131,7 @@ def _best_in(path: Path) -> int | None:
 
 
 def torn(path: Path) -> str:
-    """What is wrong with a file; "" if it is whole."""
+    """Return the error of a file, or ""."""
     content = path.read_bytes()
     try:
         if path.suffix == ".toml":
@@ -144,14 +144,14 @@ def torn(path: Path) -> str:
             length = int.from_bytes(content[:8], "little")
             known = json.loads(content[8 : 8 + length])["__metadata__"]
             if hashlib.sha256(content[8 + length :]).hexdigest() != known["data_sha256"]:
-                return "has other data than its checksum says"
+                return "does not match its checksum"
     except (ValueError, KeyError, TypeError) as error:
         return f"cannot be read: {error}"
     return ""
 
 
 def broken(checkpoint: Path) -> str:
-    """What is wrong with a checkpoint; "" if it is intact."""
+    """Return the error of a checkpoint, or ""."""
     try:
         listed = json.loads((checkpoint / "manifest.json").read_text())
         if not {"weights.safetensors", "optimizer.safetensors", "state.json"} <= listed.keys():
@@ -172,7 +172,7 @@ def broken(checkpoint: Path) -> str:
 
 
 def fits(mode: Mode, done: Attempt) -> list[str]:
-    """Whether this exit code is one that is documented for what happened."""
+    """Return whether this exit code is documented for this attempt."""
     fault, several = done.fault, done.ranks > 1
     allowed = {0}
     if fault.what == "signal" and done.came is not None:
@@ -194,7 +194,7 @@ def fits(mode: Mode, done: Attempt) -> list[str]:
         if done.second not in (None, 0, USAGE):
             return [f"exit code: the second process left with {done.second}"]
         if done.code and done.second:
-            return ["both refused: each of two processes took the other for the first"]
+            return ["both rejected: two processes each considered the other the first"]
     if done.code in allowed:
         return []
     return [
@@ -208,21 +208,21 @@ def _last(done: Attempt) -> str:
 
 
 def after_attempt(mode: Mode, done: Attempt, before: Seen, seen: Seen, tolerated: bool = False) -> list[str]:
-    """`tolerated`: files were damaged on purpose, so that some are, and it may be refused."""
+    """`tolerated`: files were corrupted on purpose, so corrupt files and a rejected run are expected."""
     found: list[str] = []
     if done.early and done.fault.name == "SIGINT" and "Traceback" in done.errors:
-        return found  # it came in the first moments of Python, which then leaves the other ranks alone
+        return found  # the fault came while Python was starting, so the other ranks continue
     if done.hung:
-        found.append(f"hang: it had not ended after {done.seconds:.0f} s")
+        found.append(f"hang: no end after {done.seconds:.0f} s")
     found += [f"left behind: {words}" for words in done.left]
     if "Traceback" in done.errors or "internal error" in done.errors:
         found.append(f"traceback: {' | '.join(done.errors.splitlines()[-4:])[-500:]}")
     if not done.hung and not tolerated:
         found += fits(mode, done)
     if tolerated and done.code not in (0, USAGE, DATA):
-        found.append(f"exit code: {done.code} for damaged files{_last(done)}")
+        found.append(f"exit code: {done.code} for corrupt files{_last(done)}")
     ours = [line for line in done.errors.splitlines() if line.startswith("distgpt: ")]
-    # MPICH answers 143, as if asked, where one rank is killed and another aborts.
+    # MPICH returns 143 as for a signal if one rank is killed and another aborts.
     killed = done.code not in DOCUMENTED or (done.came and done.fault.name == KILL)
     if done.code in DOCUMENTED[1:] and not killed and not ours and not done.early:
         found.append(f"no word: exit code {done.code} without a line of ours")
@@ -238,9 +238,9 @@ def after_attempt(mode: Mode, done: Attempt, before: Seen, seen: Seen, tolerated
         found.append("leaked: running.json after an end that was not a kill")
     resumed = seen.resumed[len(before.resumed) :]
     if resumed and done.fault.where != "reading" and resumed[-1] < before.newest:
-        found.append(f"older: it resumed at {resumed[-1]}, and {before.newest} was intact")
+        found.append(f"older: resumed at {resumed[-1]}, although {before.newest} was intact")
     found += [
-        f"best: the checkpoint of step {step} says that it is of step {said}, and it is of {seen.best}"
+        f"best: step {said} according to the checkpoint of step {step}, but {seen.best}"
         for step, said in seen.best_said.items()
         if seen.best is None or seen.best < said
     ]
@@ -248,7 +248,7 @@ def after_attempt(mode: Mode, done: Attempt, before: Seen, seen: Seen, tolerated
 
 
 def _torn_checkpoints(seen: Seen) -> list[str]:
-    """One that was about to be removed is told apart: it is needed only if all newer ones are damaged."""
+    """Report separately a checkpoint that was being removed, since newer ones usually suffice."""
     intact, found = sum(not wrong for wrong in seen.saved.values()), []
     for step, wrong in seen.saved.items():
         if wrong:
@@ -258,9 +258,9 @@ def _torn_checkpoints(seen: Seen) -> list[str]:
 
 
 def lost(mode: Mode, done: Attempt, before: Seen, seen: Seen) -> list[str]:
-    """A signal that asks loses no step, anything else no more than one interval between saves.
+    """A saving signal loses no step; other faults lose at most one interval between saves.
 
-    While a disk fails, a run that goes on in spite of it has only what was saved before.
+    If a disk fails, a run that continues has only the earlier saves.
     """
     steps = max(seen.step, before.step if not seen.losses else 0) - seen.newest
     asked = done.fault.name in SIGNALS and done.code == SIGNALS.get(done.fault.name)
@@ -276,17 +276,17 @@ def lost(mode: Mode, done: Attempt, before: Seen, seen: Seen) -> list[str]:
     if done.fault.what == "full" and done.code == STORAGE and mode.goes_on:
         intact = sorted(step for step, wrong in seen.saved.items() if not wrong)
         if len(intact) > 1:
-            found.append(f"hoarded: it found no room, and kept the checkpoints of steps {intact}")
+            found.append(f"hoarded: full disk, but kept the checkpoints of steps {intact}")
         if seen.step == STEPS and "weights.safetensors" not in seen.names:
-            found.append("no result: all steps were done, and there are no weights")
+            found.append("no result: finished all steps without weights")
     said = re.findall(r"step ([\d,]+) is saved", done.errors)
     if said and int(said[-1].replace(",", "")) not in seen.saved:
-        found.append(f"untrue: it says that step {said[-1]} is saved, and there are {sorted(seen.saved)}")
+        found.append(f"untrue: reports that step {said[-1]} is saved, but has {sorted(seen.saved)}")
     return found
 
 
 def at_the_end(run: Path, reference: Path, mode: Mode, same_ranks: bool) -> list[str]:
-    """Against an uninterrupted run of the same mode."""
+    """Compare with an uninterrupted run of the same mode."""
     seen, expected = look(run), look(reference)
     found = _torn_checkpoints(seen) + [f"torn: {what}" for what in seen.torn]
     found += [f"twice: {what}" for what in seen.repeated]
@@ -296,9 +296,9 @@ def at_the_end(run: Path, reference: Path, mode: Mode, same_ranks: bool) -> list
     if sorted(seen.losses) != [*range(1, STEPS + 1)]:
         found.append(f"steps: metrics.jsonl has {sorted(seen.losses)}")
     if sorted(seen.evaluations) != sorted(expected.evaluations):
-        found.append(f"evaluations: of steps {sorted(seen.evaluations)}, not {sorted(expected.evaluations)}")
+        found.append(f"evaluations: has steps {sorted(seen.evaluations)}, not {sorted(expected.evaluations)}")
     if STEPS not in seen.saved or len(seen.saved) > KEEP:
-        found.append(f"checkpoints: of steps {sorted(seen.saved)}, not the last {KEEP}")
+        found.append(f"checkpoints: has steps {sorted(seen.saved)}, not the last {KEEP}")
     pairs = [(seen.losses, expected.losses), (seen.evaluations, expected.evaluations)]
     if same_ranks:
         found += [
@@ -306,23 +306,23 @@ def at_the_end(run: Path, reference: Path, mode: Mode, same_ranks: bool) -> list
             for files in SAME
             for path in sorted(reference.glob(files))
             if not _same(run / path.relative_to(reference), path)
-            # A disk that fails for long loses them; then the next ones are the best.
+            # A disk that fails for long loses the best weights; then the next best ones count.
             and not (mode.rises and path.name == "best.safetensors")
         ]
         if any(mine != theirs for mine, theirs in pairs):
-            found.append("losses: not those of an uninterrupted run")
+            found.append("losses: differ from an uninterrupted run")
     elif any(
         abs(mine[step] - theirs[step]) > mode.close * abs(theirs[step])
         for mine, theirs in pairs
         for step in mine
         if step in theirs
     ):
-        found.append("losses: far from those of an uninterrupted run")
+        found.append("losses: differ by too much from an uninterrupted run")
     summary = _read(run / "summary.json")
     if summary.get("stop") != "finished":
-        found.append(f"summary: it says that the run {summary.get('stop')}")
+        found.append(f"summary: reports that the run {summary.get('stop')}")
     elif summary.get("best_step") != seen.best:
-        found.append(f"best: the summary says that it is of step {summary['best_step']}, not {seen.best}")
+        found.append(f"best: the summary has step {summary['best_step']}, not {seen.best}")
     return found
 
 

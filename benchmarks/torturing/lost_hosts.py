@@ -1,13 +1,13 @@
-"""Is a supervised run never lost? Ranks, cables and hosts are taken from it; it ends as if nothing had been.
+"""Remove ranks, links and hosts from supervised runs, and check that they still end correctly.
 
-Hosts are network and process namespaces of this machine with an sshd each (tests/helpers/hosts.py): a head,
-where `distgpt supervise` runs, two hosts of a rank each, and a spare one. What happens to a trial follows
-from the seed and its number.
+Hosts are network and process namespaces of this machine, each with an sshd (tests/helpers/hosts.py): a head
+that runs `distgpt supervise`, two hosts with a rank each, and a spare host. The seed and the trial's number
+determine the fault.
 
   python benchmarks/torturing/lost_hosts.py --trials 100 --seconds 280 --out FILE   a line of FILE per trial
-  python benchmarks/torturing/lost_hosts.py table FILE                              what came out
+  python benchmarks/torturing/lost_hosts.py table FILE                              the tables
 
-Needs root, iproute2, openssh-server and the mpich wheel.
+Requires root, iproute2, openssh-server and the mpich wheel.
 """
 
 from __future__ import annotations
@@ -38,15 +38,15 @@ from hosts import NET, bridge, inhabitants, inside, joined_hosts, start_sshd
 BIN = Path(sys.executable).parent
 STEPS, EVERY = 400, 40
 LIMIT = 150.0  # seconds of a trial
-WITHIN = 30.0  # seconds from the loss to the next start's first step
+WITHIN = 30.0  # seconds from the loss to the first step after the restart
 MODEL = "--stage mpi --threads 1 --n-layer 1 --n-head 2 --n-embd 32 --seq-len 32 --batch-size 12 --data story"
 HOW = f"--tokenizer byte --steps {STEPS} --save-every {EVERY} --val-fraction 0 --set matmul=own"
 HOW += " --dtype float32 --progress plain --log-lines 1h"
-LISTENER = "[listener]"  # in the command line of the sshd that waits for connections
-RANK = "/distgpt\0train"  # in the command line of a rank
-MPIRUN, PROXY = "mpiexec.hydra", "hydra_pmi_proxy"  # of mpirun, and of what it starts on each host
-SICK_AT = 90  # the step at which a sick program dies
-# distgpt, whose rank 0 dies of a step that it never finishes.
+LISTENER = "[listener]"  # part of the command line of sshd's listening process
+RANK = "/distgpt\0train"  # part of the command line of a rank
+MPIRUN, PROXY = "mpiexec.hydra", "hydra_pmi_proxy"  # names of mpirun and of its process on each host
+SICK_AT = 90  # the step at which a broken program exits
+# A program whose rank 0 exits during a step.
 SICK = f"""#!{sys.executable}
 import os, signal
 from distgpt.core.train.progress import Progress
@@ -63,12 +63,12 @@ main()
 
 @dataclass(slots=True)
 class Trial:
-    """A supervised run, and what became of it."""
+    """A supervised run and its outcome."""
 
     kind: str
     number: int
-    step: int  # at which something happens, at the earliest
-    victim: int  # a host that has a rank, 1 or 2 by its place in the hostfile
+    step: int  # earliest step of the fault
+    victim: int  # a host with a rank, 1 or 2 in the order of the hostfile
     wrong: list[str] = field(default_factory=list)
     seconds: float = 0.0
     back: list[float] = field(default_factory=list)  # seconds from each loss to the next step
@@ -77,8 +77,6 @@ class Trial:
 
 
 class Hosts:
-    """The hosts while they exist. Number 0 is the head."""
-
     def __init__(self, folder: Path, spaces: list[str]) -> None:
         self.folder, self.spaces = folder, spaces
         self._daemons: list[subprocess.Popen[bytes]] = []
@@ -88,7 +86,6 @@ class Hosts:
         return f"{NET}.{number + 1}"
 
     def processes(self, number: int, word: str) -> list[int]:
-        """The processes of a host whose command line has this word."""
         found = []
         for process in inhabitants(self.spaces[number]):
             with suppress(OSError):
@@ -112,7 +109,7 @@ class Hosts:
         subprocess.run(["ip", "link", "set", f"{self.spaces[number]}c", "up"], check=True)
 
     def mend(self) -> None:
-        """Join what was cut, kill what is left there, and start what daemons were killed."""
+        """Reconnect cut hosts, kill remaining processes, and restart killed daemons."""
         for number in list(self._cut):
             self.join(number)
         for number, space in enumerate(self.spaces):
@@ -138,8 +135,6 @@ class Hosts:
 
 
 class Supervised:
-    """A supervisor on the head, and the directory of its run."""
-
     def __init__(
         self, hosts: Hosts, folder: Path, mpirun: Path, spares: int, *, distgpt: Path, disk: Path
     ) -> None:
@@ -168,7 +163,6 @@ class Supervised:
         return path.read_text().count('"ranks"') if path.exists() else 0
 
     def step(self) -> int:
-        """The last step that stands in the metrics."""
         with suppress(OSError, ValueError, IndexError):
             return int(json.loads((self.out / "metrics.jsonl").read_bytes().split(b"\n")[-2])["step"])
         return 0
@@ -181,14 +175,13 @@ class Supervised:
             time.sleep(0.005)
 
     def signal(self, number: int) -> None:
-        """Send a signal to the supervisor itself, which is a child of unshare."""
         for process in self.hosts.processes(0, "supervise"):
             if b"unshare" not in Path(f"/proc/{process}/cmdline").read_bytes():
                 os.kill(process, number)
                 return
 
     def has_started(self, starts: int, seconds: float = 60.0) -> float:
-        """Wait until the run was started so often and is at work, and return the time of that."""
+        """Wait until the run was started `times` times and is working; return the time."""
         end = time.monotonic() + seconds
         while self.starts < starts:
             if time.monotonic() > end or self.process.poll() is not None:
@@ -203,7 +196,7 @@ class Supervised:
 
 
 class Campaign:
-    """Trials one after the other on the same hosts, and the runs that they are compared with."""
+    """Sequential trials on the same hosts, and reference runs."""
 
     def __init__(self, folder: Path, mpirun: Path, hosts: Hosts) -> None:
         self.folder, self.mpirun, self.hosts = folder, mpirun, hosts
@@ -213,7 +206,6 @@ class Campaign:
         self._alone: dict[int, bytes] = {}
 
     def train(self, out: Path, ranks: int, more: list[str]) -> Path:
-        """A run by hand on this machine."""
         (self.folder / "keep.toml").write_text("keep = 1000\n")
         words = [*MODEL.split(), *HOW.split(), "--out", out, "--config", self.folder / "keep.toml", *more]
         launch = [str(BIN / "mpirun"), "-n", str(ranks), str(BIN / "distgpt"), "train"]
@@ -222,7 +214,7 @@ class Campaign:
         return out
 
     def expected(self, alone_from: int | None) -> bytes:
-        """The weights of a run on two ranks, or of one resumed by hand on one rank from this step on."""
+        """Return the weights of a run on two ranks, or of a run resumed on one rank at this step."""
         if alone_from is None:
             return weights(self._whole)
         if alone_from not in self._alone:
@@ -249,7 +241,7 @@ class Campaign:
         finally:
             run.process.kill()
             for process in inhabitants(self.hosts.spaces[0]):
-                with suppress(OSError):  # it has ended meanwhile
+                with suppress(OSError):  # the process has ended
                     if b"sshd" not in Path(f"/proc/{process}/cmdline").read_bytes():
                         os.kill(process, signal.SIGKILL)
             run.process.wait()
@@ -262,7 +254,7 @@ class Campaign:
 
 
 def weights(run: Path) -> bytes:
-    """The numbers of a run's weights, without what the file says of its settings."""
+    """Return the tensors of a run's weights, without the header."""
     content = (run / "weights.safetensors").read_bytes()
     return content[8 + int.from_bytes(content[:8], "little") :]
 
@@ -274,11 +266,11 @@ def program_file(path: Path, text: str) -> Path:
     return path
 
 
-# What happens
+# Faults
 
 
 def lose(run: Supervised, trial: Trial, how: Callable[[int], object]) -> None:
-    """Do something to the victim at the trial's step, and wait until the run goes on after another start."""
+    """Cause a fault at the trial's step, and wait until a restarted run continues."""
     run.wait_for_step(trial.step)
     starts, lost = run.starts, time.monotonic()
     how(trial.victim)
@@ -290,7 +282,6 @@ def kill_rank(campaign: Campaign, run: Supervised, trial: Trial) -> None:
 
 
 def kill_proxy(campaign: Campaign, run: Supervised, trial: Trial) -> None:
-    """Ranks work on without it, to their end, which mpirun then takes for an error."""
     run.wait_for_step(trial.step)
     campaign.hosts.kill(trial.victim, PROXY)
 
@@ -312,7 +303,7 @@ def power_off(campaign: Campaign, run: Supervised, trial: Trial) -> None:
 
 
 def come_back(campaign: Campaign, run: Supervised, trial: Trial) -> None:
-    """One host is cut and joined again; then the other is cut, so that the first has to be used again."""
+    """Cut one host and reconnect it; then cut the other, so that the first is used again."""
     cut(campaign, run, trial)
     campaign.hosts.join(trial.victim)
     trial.victim, trial.step = 3 - trial.victim, trial.step + EVERY
@@ -322,7 +313,7 @@ def come_back(campaign: Campaign, run: Supervised, trial: Trial) -> None:
 def no_sshd(campaign: Campaign, run: Supervised, trial: Trial) -> None:
     run.wait_for_step(trial.step)
     campaign.hosts.kill(trial.victim, LISTENER)  # not MPI's own session
-    campaign.hosts.kill(trial.victim, "cat\0")  # what the supervisor is connected to
+    campaign.hosts.kill(trial.victim, "cat\0")  # the process that the supervisor is connected to
 
 
 def no_sshd_and_kill(campaign: Campaign, run: Supervised, trial: Trial) -> None:
@@ -336,25 +327,25 @@ def ask_to_end(campaign: Campaign, run: Supervised, trial: Trial) -> None:
 
 
 def fill_disk(campaign: Campaign, run: Supervised, trial: Trial) -> None:
-    """The disk is too small for a second checkpoint and the final weights, for good."""
+    """Fill the disk permanently, so that a second checkpoint and the final weights do not fit."""
     run.wait_for_step(trial.step)
     used = int(
         subprocess.run(["du", "-s", str(campaign.disk)], capture_output=True, text=True).stdout.split()[0]
     )
-    with suppress(OSError):  # the run has written meanwhile: it is full
+    with suppress(OSError):  # the run has filled the disk
         (campaign.disk / "other").write_bytes(bytes(max(0, (64 << 10) - used - 16) << 10))
     subprocess.run(["mount", "-o", f"remount,size={(64 << 20) >> 10}k", str(campaign.disk)], check=True)
 
 
 def nothing(campaign: Campaign, run: Supervised, trial: Trial) -> None:
-    """The program itself is at fault."""
+    """Break the program itself."""
 
 
-# How it has to end
+# Expected ends
 
 
 def is_right(campaign: Campaign, run: Supervised, trial: Trial) -> None:
-    """All steps, once each, with the bits of a run that was resumed by hand on as many ranks."""
+    """Check that all steps ran once, with the weights of a run resumed manually on as many ranks."""
     if trial.code != 0:
         trial.wrong.append(f"it left with {trial.code}: {run.said[-300:]}")
         return
@@ -362,7 +353,7 @@ def is_right(campaign: Campaign, run: Supervised, trial: Trial) -> None:
     alone = [event.get("step", 0) for event in events if event.get("ranks") == 1]
     steps = [json.loads(line)["step"] for line in (run.out / "metrics.jsonl").read_text().splitlines()]
     if steps != [*range(1, STEPS + 1)]:
-        trial.wrong.append("a step is missing in the metrics, or stands there twice")
+        trial.wrong.append("a step is missing or repeated in the metrics")
     if weights(run.out) != campaign.expected(alone[0] if alone else None):
         trial.wrong.append(f"other weights; ranks of each start: {[event.get('ranks') for event in events]}")
     if slow := [f"{seconds:.1f}" for seconds in trial.back if seconds > WITHIN]:
@@ -380,11 +371,11 @@ def is_alone(campaign: Campaign, run: Supervised, trial: Trial) -> None:
 def has_not_restarted(campaign: Campaign, run: Supervised, trial: Trial) -> None:
     is_right(campaign, run, trial)
     if run.starts != 1:
-        trial.wrong.append(f"{run.starts} starts, where none but the first was needed")
+        trial.wrong.append(f"{run.starts} starts, but only the first was needed")
 
 
 def has_saved(campaign: Campaign, run: Supervised, trial: Trial) -> None:
-    """It left with the signal's code, and the same line by hand ends with the right weights."""
+    """Check the exit code of the signal, and that the same command then finishes with the right weights."""
     last = run.step()
     saved = max((int(path.name[5:]) for path in (run.out / "checkpoints").glob("step-*")), default=0)
     if trial.code != 143 or run.starts != 1 or saved != last:
@@ -397,7 +388,7 @@ def has_saved(campaign: Campaign, run: Supervised, trial: Trial) -> None:
 
 
 def has_said_disk(campaign: Campaign, run: Supervised, trial: Trial) -> None:
-    if trial.code == 0:  # there was room in the end
+    if trial.code == 0:  # there was space at the end
         is_right(campaign, run, trial)
     elif trial.code != 74 or "No space left" not in run.said or "not restarted" not in run.said:
         trial.wrong.append(f"it left with {trial.code}: {run.said[-300:]}")
@@ -412,7 +403,7 @@ def has_given_up(campaign: Campaign, run: Supervised, trial: Trial) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Kind:
-    """`often`: how many of a hundred trials are of it."""
+    """`often`: number of these trials in a hundred."""
 
     happens: Callable[[Campaign, Supervised, Trial], None]
     judge: Callable[[Campaign, Supervised, Trial], None] = is_right
@@ -441,7 +432,7 @@ KINDS = {
 def choose(number: int, seed: int, kinds: list[str]) -> Trial:
     chance = random.Random(f"{seed} {number}")
     every = [kind for kind in kinds for _ in range(KINDS[kind].often)]
-    random.Random(seed).shuffle(every)  # so that any first trials are of all kinds
+    random.Random(seed).shuffle(every)  # mixes the kinds, so that a short campaign has all of them
     return Trial(every[number % len(every)], number, chance.randrange(5, STEPS // 2), chance.choice((1, 2)))
 
 
@@ -449,7 +440,7 @@ def choose(number: int, seed: int, kinds: list[str]) -> Trial:
 def campaign() -> Iterator[Campaign]:
     with tempfile.TemporaryDirectory(prefix="lost-hosts-") as scratch:
         folder = Path(scratch)
-        (disk := folder / "disk").mkdir()  # before the hosts, which have their own view of what is mounted
+        (disk := folder / "disk").mkdir()  # before the hosts, which have separate mount namespaces
         subprocess.run(["mount", "-t", "tmpfs", "-o", "size=64m", "distgpt", str(disk)], check=True)
         with joined_hosts(folder, bridge, 4, alone=True) as (mpirun, _, spaces):
             found = Campaign(folder, mpirun, Hosts(folder, spaces))
@@ -481,14 +472,14 @@ def main() -> None:
     parser.add_argument("file", nargs="?", type=Path)
     parser.add_argument("--trials", type=int, default=100)
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--seconds", type=float, default=3600.0, help="begin no trial after this long")
+    parser.add_argument("--seconds", type=float, default=3600.0, help="start no trial after N seconds")
     parser.add_argument("--kinds", help=f"some of them, with semicolons: {'; '.join(KINDS)}")
-    parser.add_argument("--out", type=Path, help="append to this file, and leave out the trials that it has")
+    parser.add_argument("--out", type=Path, help="append to this file, and skip trials that it has")
     args = parser.parse_args()
     if args.what == "table":
         table(args.file)
         return
-    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # so that the hosts go
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # stops the hosts
     kinds, begun = args.kinds.split(";") if args.kinds else list(KINDS), time.monotonic()
     there = args.out.read_text() if args.out and args.out.exists() else ""
     done = {int(number) for number in re.findall(r'"number": (\d+)', there)}

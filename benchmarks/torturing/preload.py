@@ -1,4 +1,4 @@
-"""faulty.c, compiled at the start, and the environment in which it does what a fault says."""
+"""Compile faulty.c and return the environment in which it causes a fault."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ _OTHERS = tuple(
 )
 FEW = 2
 STARTING = 30  # calls of a resumed run before its first step
-READS = 150  # more calls that read below the run's directory than a resumed run makes
+READS = 150  # more reads below the run's directory than a resumed run makes
 
 
 def compiled(folder: Path) -> Path | None:
-    """The library in this folder; None where there is no compiler or no Linux."""
+    """Return the compiled library, or None without a compiler or Linux."""
     compiler, made = shutil.which("cc"), folder / "faulty.so"
     if compiler is None:
         return None
@@ -33,8 +33,6 @@ def compiled(folder: Path) -> Path | None:
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """A line of the library's log."""
-
     number: int
     seconds: float
     name: str
@@ -51,17 +49,17 @@ def calls(log: Path) -> list[Call]:
 
 @dataclass(frozen=True, slots=True)
 class Survey:
-    """A run without faults: its seconds, how many calls it makes, those of its third save, its disk."""
+    """The duration, calls, calls of the third save, and disk space of a run without faults."""
 
     seconds: float
     calls: int
     save: list[int]
-    elsewhere: list[int]  # what else it does to its directory: a few calls of each sort
-    most: int  # bytes of its directory at the end, and of a checkpoint that is being written
+    elsewhere: list[int]  # other calls on its directory: a few of each kind
+    most: int  # bytes of its directory at the end, and of a checkpoint during a save
 
 
 def survey(found: list[Call], seconds: float, step: int, most: int) -> Survey:
-    """A save: from the folder that is made for it to the removal of the oldest, without what is between."""
+    """Find the calls of a save, from the creation of its directory to the removal of the oldest one."""
     own = [place for place, call in enumerate(found) if f"/.tmp-step-{step:08}" in call.path]
     begin, end = own[0], own[-1]
     while begin and not found[begin - 1].path.startswith(_OTHERS):
@@ -81,7 +79,6 @@ def survey(found: list[Call], seconds: float, step: int, most: int) -> Survey:
 def environment(
     library: Path | None, root: Path, state: Path, fault: Fault, seen: Survey | None
 ) -> dict[str, str]:
-    """What a process of the run is started with."""
     if library is None:
         return {}
     told = {"LD_PRELOAD": library, "FAULTY_ROOT": root, "FAULTY_STATE": state, "FAULTY_CLOCK": fault.clock}
@@ -95,14 +92,13 @@ def environment(
         told["FAULTY_TIMES"] = fault.times
         if fault.what == "signal":
             told |= {"FAULTY_SIGNAL": int(signal.Signals[fault.name]), "FAULTY_TO": fault.to}
-        else:  # a call that does not write cannot be done by half
+        else:  # only a write can be partial
             told["FAULTY_ERROR"] = getattr(errno, fault.name, errno.EIO)
             told["FAULTY_SHORT"] = {"short": 1, "torn": 2}.get(fault.name, 0)
     return {name: str(value) for name, value in told.items()}
 
 
 def _call(fault: Fault, seen: Survey) -> int:
-    """The number of the call at which a fault comes."""
     if fault.where in ("save", "elsewhere"):
         listed = seen.save if fault.where == "save" else seen.elsewhere
         return listed[fault.turn % len(listed)]

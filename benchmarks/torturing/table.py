@@ -1,4 +1,4 @@
-"""The tables of a campaign, from its result file: what was tried and found, what an interruption costs."""
+"""Markdown tables of a campaign, from its result file: trials, findings, and the cost of an interruption."""
 
 from __future__ import annotations
 
@@ -14,20 +14,19 @@ Rows = list[dict[str, Any]]
 
 
 def read(path: Path) -> tuple[dict[str, Any], Rows]:
-    """The first line and the trials of a result file, without the half line of one that was cut off."""
+    """Return the first line and the trials of a result file, without an incomplete last line."""
     whole = path.read_bytes().rpartition(b"\n")[0]
     head, *rows = [json.loads(line) for line in whole.split(b"\n")]
     return head, rows
 
 
 def quantile(values: Iterable[float], part: float) -> float:
-    """The smallest value that so large a part of all does not exceed."""
+    """Return the smallest value that is at least as large as this share of the values."""
     ordered = sorted(values)
     return ordered[max(0, math.ceil(part * len(ordered)) - 1)] if ordered else math.nan
 
 
 def tables(head: dict[str, Any], rows: Rows) -> str:
-    """In Markdown."""
     environment = head["environment"]
     lines = [
         f"{len(rows):,} trials of seed {head['seed']} in {sum(row['seconds'] for row in rows) / 3600:.2f} h, "

@@ -1,4 +1,4 @@
-"""A trial: attempts at one run with faults, damage between them, and at last without, until it is done."""
+"""A trial: attempts at one run with faults and corruption, then one without, until the run is finished."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from torturing.faults import EVERY, MODES, STEPS, Damage, Fault, Mode, Trial
 from torturing.preload import Survey
 
 NOTHING = Fault("nothing")
-ATTEMPTS = 3  # without a fault, until the run must be done
+ATTEMPTS = 3  # limit without a fault
 IN_USE = ("is in use",)
 
 
 @dataclass(slots=True)
 class Ground:
-    """What all trials need: the library, and undisturbed runs by ranks and by mode."""
+    """Shared by all trials: the library, and reference runs by ranks and by mode."""
 
     folder: Path
     preload: Path | None
@@ -31,7 +31,6 @@ class Ground:
     surveys: dict[str, Survey] = field(default_factory=dict)
 
     def reference(self, mode: Mode, ranks: int) -> Path:
-        """The directory of an uninterrupted run of this mode on so many ranks."""
         self.survey(mode, ranks)
         return self._place(_name(mode, ranks)).run
 
@@ -69,16 +68,16 @@ class Ground:
 
 
 def _name(mode: Mode, ranks: int) -> str:
-    """Its words stand in the files of a run, so that each mode has references of its own."""
+    """Return a name with the mode's options, which are stored in the files of a run."""
     return " ".join([str(ranks), *mode.words])
 
 
 def run(
     trial: Trial, ground: Ground, keep: Path | None = None, say: Callable[[str], None] | None = None
 ) -> dict[str, Any]:
-    """The result of one trial. `keep` gets its directory if something was wrong, or if all is to be told."""
+    """Run a trial and return the result. Keep its directory in `keep` if it fails."""
     mode = next(mode for mode in MODES if mode.name == trial.mode)
-    ground.reference(mode, trial.ranks[0])  # whose seconds are not the trial's
+    ground.reference(mode, trial.ranks[0])  # outside the trial's time
     begun, place = time.monotonic(), Place(ground.folder / f"trial-{trial.number}")
     place.make()
     try:
@@ -93,7 +92,7 @@ def run(
 
 
 class _Telling:
-    """One trial under way, and what was seen of it."""
+    """A running trial and its findings."""
 
     def __init__(self, trial: Trial, ground: Ground, place: Place, say: Callable[[str], None]) -> None:
         self.trial, self.ground, self.place, self.say = trial, ground, place, say
@@ -103,7 +102,7 @@ class _Telling:
         self.damaged = ""
         self.refused = ""
         self.seen = invariants.Seen()
-        self.awaited = 0.0  # seconds from the last fault until all was gone
+        self.awaited = 0.0  # seconds from the last fault until all processes had ended
 
     def all_attempts(self) -> None:
         faults = [*self.trial.faults, *[NOTHING] * ATTEMPTS]
@@ -157,18 +156,18 @@ class _Telling:
         return done
 
     def _judge_refusal(self, done: Attempt) -> None:
-        """A damaged run may be refused, if what it resumes from is corrupt and the line names a file."""
+        """Check that a run was rejected only for a corrupt checkpoint, with the file's name."""
         self.refused = (done.errors.strip().splitlines() or [""])[-1][:400]
         name = self.damaged.partition(":")[0]
         intact = any(not wrong for wrong in self.seen.saved.values())
         if name.startswith("checkpoints/") and intact:
-            self.wrong.append(f"refused: with an intact checkpoint: {self.refused}")
+            self.wrong.append(f"refused: although a checkpoint is intact: {self.refused}")
         elif (
             name.rpartition("/")[2]
             in ("metrics.jsonl", "best.safetensors", "weights.safetensors", "summary.json")
             and intact
         ):
-            self.wrong.append(f"refused: for a file that it does not need: {self.refused}")
+            self.wrong.append(f"refused: because of an unneeded file: {self.refused}")
 
     def _judge_the_end(self) -> None:
         ranks = {self.trial.ranks[min(n, len(self.trial.ranks) - 1)] for n in range(len(self.done))}
@@ -185,7 +184,7 @@ class _Telling:
                 for line in wrong
                 if not line.startswith(("steps", "twice", "losses", "evaluations", "torn: metrics"))
             ]
-        if name == "history.jsonl":  # lines are only added to it: the damaged one stays
+        if name == "history.jsonl":  # this file is only appended to, so a corrupt line stays
             wrong = [line for line in wrong if not line.startswith("torn: history")]
         if name == "config.toml" and any(
             "changed from" in (self.place.state(n) / "out").read_text(errors="replace")
@@ -199,7 +198,7 @@ class _Telling:
         self.say(f"at the end wrong: {wrong}")
         self.wrong += wrong
         self.wrong += [
-            f"leaked: {path.name} in the temporary folder"
+            f"leaked: {path.name} in the temporary directory"
             for path in self.place.temporary.iterdir()
             if not self._was_killed()
         ]
@@ -228,7 +227,7 @@ def _shown(done: Attempt) -> Attempt:
 
 
 def damage(run: Path, wanted: Damage) -> str:
-    """Damage a file of the run; its name and what was done, or "" if there is none."""
+    """Corrupt a file of the run; return its name and the change, or "" if there is no file."""
     files = sorted(path for path in run.rglob("*") if path.is_file())
     if not files:
         return ""

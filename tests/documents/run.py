@@ -1,13 +1,13 @@
-"""Run documents' shell commands, in order, in a scratch folder: python tests/documents/run.py [FILE.md…]
+"""Run documents' shell commands in order in a temporary directory: python tests/documents/run.py [FILE.md…]
 
-A comment before a block changes how it is run:
+A comment before a block changes this:
 
   <!-- not run: WHY -->
   <!-- run with: train --steps 5; infer --max-new-tokens 9 -->     appended to each such command of distgpt
 
-A block marked ```text after it shows lines of what it prints, in their order. Numbers, times and paths may
-differ, words must not; … stands for what is left out. The scratch folder has what documents name as yours:
-my.txt, held-out.txt and texts/.
+A block marked ```text after it shows printed lines in their order. Numbers, times and paths may differ, but not
+words; … stands for omitted output. The directory has the files that documents use: my.txt, held-out.txt and
+texts/.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ PROGRAM = (sys.executable, "-m", "distgpt")
 DOCUMENTS = (ROOT / "README.md", *sorted((ROOT / "docs" / "tutorials").glob("*.md")))
 BLOCK = re.compile(r"(?:<!-- (not run|run with): (.*?) -->\n)?```(?:bash|sh)\n(.*?)```", re.DOTALL)
 SHOWN = re.compile(r"[^`]*```text\n(.*?)```", re.DOTALL)
-# What may differ between an output in a document and that of a run, and what both become.
+# Patterns of output that may differ from a document, and their replacement.
 LOOSE = (
     (re.compile(r"(?<!\S)(?:\.{0,2}/|~|runs/)\S+"), "/"),
     (re.compile(r"[-+]?\d[\d,.:]*(?:e[-+]?\d+)?"), "0"),
@@ -37,7 +37,7 @@ LOOSE = (
     (re.compile(r"\s+"), " "),
 )
 
-# In front of the real one on the PATH, mpirun's too: it appends what a comment asks for.
+# Comes first in PATH, also for mpirun, and appends the arguments in a comment.
 WRAPPER = """#!/bin/sh
 name=$(echo "$1" | tr a-z- A-Z_)
 eval "more=\\$MORE_$name"
@@ -46,17 +46,17 @@ exec {program} "$@" $more
 
 
 class Block(NamedTuple):
-    """A shell block: the line of its first command, its commands, and what is appended to which of them."""
+    """A shell block: the line of its first command, its commands, and the arguments appended to commands."""
 
     line: int
     script: str
-    skipped: str  # why, if it is
+    skipped: str  # the reason, if any
     more: dict[str, str]
-    shown: str = ""  # lines that it prints
+    shown: str = ""  # expected output
 
 
 class Failed(Exception):
-    """A block that did not end with 0."""
+    """A block that failed."""
 
 
 def blocks(text: str) -> Iterator[Block]:
@@ -70,14 +70,14 @@ def blocks(text: str) -> Iterator[Block]:
 
 
 def loose(line: str) -> str:
-    """Return the line without what may differ."""
+    """Return the line without parts that may differ."""
     for pattern, by in LOOSE:
         line = pattern.sub(by, line)
     return line.strip()
 
 
 def not_printed(shown: str, printed: str) -> str:
-    """Return the first line that is shown and was not printed after those before it, or nothing."""
+    """Return the first shown line that was not printed in order, or an empty string."""
     rest = iter([loose(line) for line in printed.splitlines()])
     for line in shown.splitlines():
         begin, cut, _ = loose(line).partition("…")
@@ -87,7 +87,7 @@ def not_printed(shown: str, printed: str) -> str:
 
 
 def prepare(scratch: Path, called: Sequence[str]) -> dict[str, str]:
-    """Put into the folder what documents take for granted, and return the environment of their commands."""
+    """Create the files that documents use, and return the environment of their commands."""
     program = scratch / ".bin" / "distgpt"
     program.parent.mkdir()
     program.write_text(WRAPPER.format(program=shlex.join(called)))
@@ -100,13 +100,13 @@ def prepare(scratch: Path, called: Sequence[str]) -> dict[str, str]:
         (scratch / "texts" / f"{number}.txt").write_bytes(corpus[number * 9000 : (number + 1) * 9000])
     path = os.pathsep.join([str(program.parent), str(Path(sys.executable).parent), os.environ["PATH"]])
     own = {"PATH": path, "PYTHONPATH": str(ROOT), "COLUMNS": "100"}
-    return {**os.environ, **own, "DISTGPT_AUTO_DTYPE": "float32"}  # of which are the losses on the pages
+    return {**os.environ, **own, "DISTGPT_AUTO_DTYPE": "float32"}  # the losses on the pages are in float32
 
 
 def run(document: Path, scratch: Path, called: Sequence[str] = PROGRAM) -> None:
-    """Run a document's blocks, each in a shell of its own; the first that fails ends it.
+    """Run a document's blocks, each in a new shell, until one fails.
 
-    `called` is what runs for `distgpt`.
+    `called` replaces the command `distgpt`.
     """
     environment = prepare(scratch, called)
     for block in blocks(document.read_text()):

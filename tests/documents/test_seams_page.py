@@ -51,7 +51,7 @@ def test_each_is_one_file_of_at_most_sixty_lines():
     assert all(len(text.splitlines()) <= 60 for text in FILES.values())
 
 
-def test_a_guard_adds_to_the_metrics_and_can_end_the_run(tmp_path, extensions):
+def test_callback_adds_metrics_and_ends_run(tmp_path, extensions):
     plain = package.train(**SIZE, out=tmp_path / "plain")
     guarded = extensions("memory_guard")
     watched = package.train(**SIZE, out=tmp_path / "watched", components=guarded)
@@ -66,7 +66,7 @@ def test_a_guard_adds_to_the_metrics_and_can_end_the_run(tmp_path, extensions):
 
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory):
-    """Return a folder with what a wheel installs."""
+    """Return a directory with an installed wheel."""
     builder = pytest.importorskip("hatchling.builders.wheel").WheelBuilder(str(ROOT))
     [path] = builder.build(directory=str(tmp_path_factory.mktemp("wheel")), versions=["standard"])
     with zipfile.ZipFile(path) as file:
@@ -122,7 +122,7 @@ def test_an_exchange_saves_what_is_left(tmp_path, extensions):
         assert "extra" not in complaint or not (tmp_path / "no").exists()
 
 
-def test_a_guard_saves_what_it_counts(tmp_path, extended):
+def test_callback_saves_state(tmp_path, extended):
     class Counting(contextlib.nullcontext):
         steps = 0
 
@@ -147,7 +147,7 @@ def test_a_guard_saves_what_it_counts(tmp_path, extended):
 @pytest.mark.ranks
 @needs_mpi
 @pytest.mark.parametrize("sync", ["allreduce", "sharded"])
-def test_an_optimizer_updates_whole_weights_and_parts_alike(tmp_path, extensions, sync):
+def test_optimizer_updates_parts_like_whole_weights(tmp_path, extensions, sync):
     own = ("--components", "lion:MyComponents", "--dtype", "float32", "--lr", "1e-3")
     assert command(tmp_path, sync, *own, "--grad-sync", sync, ranks=2).returncode == 0
     alone = package.train(**SIZE, dtype="float32", lr=1e-3, out=tmp_path / "one", components=extensions("lion"))
@@ -156,7 +156,7 @@ def test_an_optimizer_updates_whole_weights_and_parts_alike(tmp_path, extensions
     assert losses(adamw.directory)[-1] != losses(alone.directory)[-1]
 
 
-def test_lion_is_what_its_paper_says(tmp_path, extensions):
+def test_lion_matches_formula(tmp_path, extensions):
     """One element, three steps, against the update rule written out."""
     components.install(extensions("lion"))
     model = package.init(package.ModelConfig(n_layer=1, n_head=1, n_embd=8, seq_len=4), tokenizer="byte")
@@ -204,7 +204,7 @@ def test_ids_beyond_the_vocabulary_are_rejected(tmp_path, extensions):
 
 
 def test_weights_load_whatever_their_training_was(tmp_path, monkeypatch):
-    """As if another version had trained them: with a value that this one does not know."""
+    """Simulate weights of a version with another setting value."""
     trained = package.train(**SIZE, out=tmp_path / "run")
     to_toml = RunConfig.to_toml
     monkeypatch.setattr(RunConfig, "to_toml", lambda run: to_toml(run).replace('"allreduce"', '"topk"'))
@@ -230,7 +230,7 @@ def test_a_loop_of_ones_own_learns(tmp_path, extensions, ranks):
 
 
 @pytest.mark.ci
-def test_a_kind_of_adapter_is_trained_beside_a_model_and_read_as_lora(tmp_path, extensions):
+def test_adapter_kind_trains_and_loads_as_lora(tmp_path, extensions):
     base = package.train(**SIZE, out=tmp_path / "base")
     init = str(base.directory / "weights.safetensors")
     how = {**SIZE, "init": init, "lora_rank": 4, "lora_matrices": "q,v", "steps": 20}
@@ -260,7 +260,7 @@ def test_a_schedule_gives_the_rates_also_after_a_resume(tmp_path, extensions):
     np.testing.assert_allclose(rates, wanted, rtol=1e-6)
 
 
-def test_a_tokenizer_is_asked_for_saved_and_read_again(tmp_path, extensions):
+def test_tokenizer_is_saved_and_loaded(tmp_path, extensions):
     own = extensions("digraphs")
     trained = package.train(**SIZE, tokenizer="digraphs:thheinan", out=tmp_path / "run", components=own)
     saved = load_tokenizer(str(trained.directory))

@@ -1,14 +1,14 @@
-"""Faults that the tests must notice: a text that stands once in a file of the package, and its replacement.
+"""Faults that the tests must detect, as replacements of code that occurs once in a file.
 
-They guard what is dearest: bits, gradients, resumed runs, what is saved, settings that reach their part.
+They cover the most important properties: bitwise results, gradients, resuming, saved files, and settings.
 """
 
 from typing import NamedTuple
 
 
 class Mutation(NamedTuple):
-    file: str  # from distgpt/
-    tests: str  # a file below tests/ that must notice it, and what else pytest is given
+    file: str  # relative to distgpt/
+    tests: str  # arguments of pytest, starting with a file in tests/
     fault: str
     old: str
     new: str

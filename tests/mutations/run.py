@@ -1,13 +1,13 @@
-"""Break the code in many places and see that the tests notice each; rates and survivors go to rates.json.
+"""Change the code in many places and check that a test fails each time. Writes rates and survivors to rates.json.
 
-    python tests/mutations/run.py record           # which tests call which functions; once; slower than the suite
-    python tests/mutations/run.py record FILES     # the same for new or changed files of tests
-    python tests/mutations/run.py sample           # random mutants; exit code 1 if a room's rate has fallen
-    python tests/mutations/run.py sample gpu show  # of these rooms
-    python tests/mutations/run.py listed [WORDS]   # those of mutations.py; exit code 1 if one survives
+    python tests/mutations/run.py record           # run once: record each test's function calls; slower than the tests
+    python tests/mutations/run.py record FILES     # the same for new or changed test files
+    python tests/mutations/run.py sample           # random mutants; exit code 1 if a directory's rate has fallen
+    python tests/mutations/run.py sample gpu show  # in these directories
+    python tests/mutations/run.py listed [WORDS]   # mutants in mutations.py; exit code 1 if one survives
 
-A mutant is killed if a test fails that passes without it, or runs for too long. Mutants that change nothing a
-test could see stand under "equivalent" in rates.json with the reason, written by hand; they don't count.
+A mutant is killed if a test that passes without it fails or runs for too long. "equivalent" in rates.json lists
+mutants that no test can detect, with reasons written by hand. They do not count.
 """
 
 import ast
@@ -33,7 +33,7 @@ RATES = Path(__file__).with_name("rates.json")
 RECORD = ROOT / "build" / "coverage.json"
 COPIED = ("distgpt", "tests", "data", "weights", "benchmarks", "docs", "pyproject.toml", "README.md")
 CHOSEN = "not slow and not cluster and not rehearsal and not peer"
-FIRST, MORE = (40, 8.0), (150, 40.0)  # tests, and seconds as recorded: first the likeliest killers
+FIRST, MORE = (40, 8.0), (150, 40.0)  # number of tests, and their recorded seconds
 PLUGIN = """
 import pytest
 def pytest_runtest_logreport(report):
@@ -59,7 +59,7 @@ def pytest_runtest_logstart(nodeid, location):
 
 
 class Copy:
-    """A copy of the repository in which mutants run one after the other."""
+    """A copy of the repository that runs mutants sequentially."""
 
     def __init__(self, folder):
         self.folder = folder
@@ -72,7 +72,7 @@ class Copy:
         self.clean: dict[tuple[str, ...], bool] = {}
 
     def fails(self, tests, seconds, file=None, text=None):
-        """Run tests, of which the first that fails ends the run; return its name, or "" if all pass."""
+        """Run tests until one fails; return its name, or "" if all pass."""
         path = self.folder / "distgpt" / file if file else None
         before, times = (path.read_bytes(), path.stat()) if path else (b"", None)
         if path:
@@ -107,7 +107,7 @@ class Copy:
         return next(lines, "IMPORT").removeprefix("KILLER ")
 
     def kills(self, tests, seconds, file, text):
-        """Return the test that fails with this text alone, or ""."""
+        """Return the test that fails with this mutant but not without it, or ""."""
         while tests:
             killer = self.fails(tests, seconds, file, text)
             blamed = (short(killer),) if killer not in ("TIMEOUT", "IMPORT") else tuple(tests)
@@ -118,14 +118,14 @@ class Copy:
             if self.clean[blamed]:
                 return killer
             others = [test for test in tests if test not in blamed]
-            if others == tests:  # a whole file that was asked for
+            if others == tests:  # the user selected a whole file
                 sys.exit(f"{blamed[0]} fails already, without a mutant")
             tests = others
         return ""
 
 
 def record(files):
-    """Run the tests once, or those of some files, and keep which functions each calls, and how long it takes."""
+    """Run all tests, or some files; record each test's duration and the functions that it calls."""
     known = json.loads(RECORD.read_text()) if files else {"seconds": {}, "functions": {}}
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
@@ -160,12 +160,12 @@ def record(files):
 
 
 def short(test):
-    """The name of a test without pytest-xdist's group, from the folder of the tests."""
+    """Return the name of a test relative to tests/, without pytest-xdist's group."""
     return test.partition("@")[0].removeprefix("tests/")
 
 
 def collected():
-    """The names of the tests that there are now."""
+    """Return the names of the current tests."""
     with tempfile.TemporaryDirectory() as folder:
         Path(folder, "names.py").write_text(COLLECTED.format(f"{folder}/names.txt"))
         environment = {**os.environ, "PYTHONPATH": folder}
@@ -175,7 +175,7 @@ def collected():
 
 
 class Choice:
-    """Which tests to run for a mutant: those that call its function, the quickest and most special first."""
+    """Return the tests that call a mutant's function, starting with fast and specific tests."""
 
     def __init__(self):
         recorded, there = json.loads(RECORD.read_text()), collected()
@@ -190,7 +190,7 @@ class Choice:
         for tests in self.tests.values():
             for test in tests:
                 self.breadth[test] += 1
-        # Functions by the names in them, because the record does not show who calls a compiled loop.
+        # Find callers by name, because the record does not include calls of compiled loops.
         self.names = defaultdict(set)
         self.imported = defaultdict(set)
         for path in (ROOT / "distgpt").rglob("*.py"):
@@ -269,13 +269,13 @@ def in_parallel(function, items):
 
 
 def keep(known, results):
-    """Write the rates of the rooms that are finished, and keep those of the others."""
+    """Write the rates of finished directories and keep the other rates."""
     finished = {room: of for room, of in results.items() if of["of"] + len(of["equivalent"]) == PER_ROOM}
     RATES.write_text(json.dumps({**known, **finished}, indent=1, sort_keys=True, ensure_ascii=False) + "\n")
 
 
 def sampled(rooms):
-    """Run the sample; write rates.json; return whether a room's rate fell."""
+    """Run the sample; write rates.json; return whether a directory's rate fell."""
     choice = Choice()
     known = json.loads(RATES.read_text()) if RATES.exists() else {}
     equivalent = {name: why for of in known.values() for name, why in of["equivalent"].items()}

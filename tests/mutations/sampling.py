@@ -1,6 +1,6 @@
 """Choose places of the package at random and change each: a comparison, a constant, a condition, a statement.
 
-A mutant is chosen by a hash of its own text, so an edit elsewhere in the package leaves the sample as it is.
+A hash of its content selects a mutant, so changes of other code keep the sample.
 """
 
 import ast
@@ -31,15 +31,15 @@ class Mutant(NamedTuple):
     file: str  # below distgpt/
     function: str  # its qualified name; "" at the level of the module
     kind: str
-    start: int  # characters of the file that are replaced
+    start: int  # range of replaced characters
     end: int
     old: str
     new: str
-    count: int  # of the same text in the same function, this is the n-th
+    count: int  # number among mutants with the same text in the same function
 
     @property
     def name(self):
-        """A name that stays when the file is edited elsewhere."""
+        """Return a name that is stable if other parts of the file change."""
         old = " ".join(self.old.split())
         more = f" ({self.count})" if self.count else ""
         return f"{self.file}:{self.function}: {self.kind}: {old[:90]}{more} -> {self.new}"
@@ -135,7 +135,7 @@ def mutants_of(path, root):
 
 
 def changed(mutant, data):
-    """Return the text of the file with this mutant in it."""
+    """Return the content of the file with this mutant."""
     return (data[: mutant.start] + mutant.new.encode() + data[mutant.end :]).decode()
 
 
@@ -148,7 +148,7 @@ def compiles(mutant, data):
 
 
 def sample(root, per_room=PER_ROOM, seed=SEED):
-    """Return `per_room` mutants of each room; of core/, of each folder in it."""
+    """Return `per_room` mutants of each directory, including each directory in core/."""
     rooms = defaultdict(list)
     for path in sorted(Path(root).rglob("*.py")):
         for mutant in mutants_of(path, root):

@@ -1,7 +1,7 @@
-"""Note which functions of the package each test calls, in its own process and in those it starts.
+"""Record the functions of the package that each test calls, also in child processes.
 
-`run.py record` puts this folder on PYTHONPATH, so every interpreter that a test starts imports this module. A
-line per test and function goes to a file of the process in the folder DISTGPT_TRACE.
+`run.py record` puts this directory on PYTHONPATH, so every interpreter that a test starts imports this module. It
+writes one line per test and function to a file per process in the directory DISTGPT_TRACE.
 """
 
 import os

@@ -1,1 +1,1 @@
-"""What nanochat takes from pyarrow, whose wheel is too large to carry: see parquet.py."""
+"""The part of pyarrow that nanochat needs, since pyarrow's wheel is too large; see parquet.py."""

@@ -1,4 +1,4 @@
-"""Read row groups of texts as nanochat asks for them, from files that benchmarks/gpu_carry.py has rewritten.
+"""Read row groups of documents for nanochat, from files written by benchmarks/gpu_carry.py.
 
 Under a Parquet shard's name such a file has, compressed by xz, a JSON list for each row group.
 """
