@@ -63,7 +63,7 @@ def points_in(text: str, loss: str, milliseconds: str, tokens: int) -> list[Poin
 
 
 def draw(curves: dict[str, Sequence[Point]], args: Any, loss: str, where: str = "") -> None:
-    """Draw each curve by tokens and by seconds; the other program's, the first, has a solid line. NaN: unknown time."""
+    """Draw each curve by tokens and by seconds. The first one, the other program's, is solid."""
     with style(**FONTS):
         figure: Any = Figure(figsize=(9, 4), layout="constrained")
         by_tokens, by_seconds = figure.subplots(1, 2, sharey=True)

@@ -4,6 +4,7 @@
     python tests/mutations/run.py record FILES     # the same for new or changed test files
     python tests/mutations/run.py sample           # random mutants; exit code 1 if a directory's rate has fallen
     python tests/mutations/run.py sample gpu show  # in these directories
+    python tests/mutations/run.py survivors        # the survivors in rates.json again, with new tests
     python tests/mutations/run.py listed [WORDS]   # mutants in mutations.py; exit code 1 if one survives
 
 A mutant is killed if a test that passes without it fails or runs for too long. "equivalent" in rates.json lists
@@ -78,7 +79,9 @@ class Copy:
         if path:
             path.write_text(text)
         options = ["-x", "-p", "no:cacheprovider", "-p", "killer", "-p", "no:xdist"]
-        words = [sys.executable, "-B", "-m", "pytest", *options, *tests]
+        names = self.folder / "tests.txt"  # a file, because a name may be longer than an argument
+        names.write_text("\n".join(tests))
+        words = [sys.executable, "-B", "-m", "pytest", *options, f"@{names}"]
         python_path = f"{self.folder}:{self.folder / 'plugins'}"
         environment = {**os.environ, "PYTHONPATH": python_path, "DISTGPT_TEST_NOHUP": "1"}
         process = subprocess.Popen(
@@ -224,7 +227,13 @@ class Choice:
             tests = set(self.of_file[file])
             for other in self.imported[file]:
                 tests |= self.of_file[other]
-        return sorted(tests, key=lambda test: (0.05 + self.seconds[test]) * self.breadth[test])
+        parts = file.split("/")
+        mirror = "/".join(parts[: 1 + (parts[0] == "core")]) + "/"  # its tests are most likely here
+
+        def rank(test):
+            return (0.05 + self.seconds[test]) * self.breadth[test] * (0.1 if test.startswith(mirror) else 1)
+
+        return sorted(tests, key=rank)
 
     def cut(self, tests, most, begin=0):
         count, limit = most
@@ -274,8 +283,8 @@ def keep(known, results):
     RATES.write_text(json.dumps({**known, **finished}, indent=1, sort_keys=True, ensure_ascii=False) + "\n")
 
 
-def sampled(rooms):
-    """Run the sample; write rates.json; return whether a directory's rate fell."""
+def sampled(rooms, only_survivors=False):
+    """Run the sample, or its survivors; write rates.json; return whether a directory's rate fell."""
     choice = Choice()
     known = json.loads(RATES.read_text()) if RATES.exists() else {}
     equivalent = {name: why for of in known.values() for name, why in of["equivalent"].items()}
@@ -283,8 +292,12 @@ def sampled(rooms):
     results = defaultdict(lambda: {"killed": 0, "of": 0, "survived": [], "equivalent": {}})
     todo = []
     for mutant in mutants:
+        room = results[mutant.room]
         if mutant.name in equivalent:
-            results[mutant.room]["equivalent"][mutant.name] = equivalent[mutant.name]
+            room["equivalent"][mutant.name] = equivalent[mutant.name]
+        elif only_survivors and mutant.name not in known[mutant.room]["survived"]:
+            room["of"] += 1
+            room["killed"] += 1
         else:
             todo.append(mutant)
     for mutant, (killer, took) in in_parallel(lambda m, copy: judge(m, copy, choice), todo):
@@ -334,6 +347,8 @@ if __name__ == "__main__":
             record(files)
         case ["sample", *rooms]:
             sys.exit(sampled(rooms))
+        case ["survivors", *rooms]:
+            sys.exit(sampled(rooms, only_survivors=True))
         case ["listed", *words]:
             sys.exit(listed(words))
         case _:
