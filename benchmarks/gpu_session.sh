@@ -186,7 +186,7 @@ sanitize() {
     : >"$work/running"
     sanitized memcheck kernels test_cuda_kernels.py 'bfloat16 and not muon'
     sanitized memcheck attention test_attention.py attention
-    sanitized racecheck attention test_attention.py 'tensor_cores_is or with_a_cache'
+    sanitized racecheck attention test_attention.py '(attention_matches and bfloat16) or cached_attention'
     sanitized racecheck rows test_cuda_kernels.py '(norms or cross_entropy or sums or embed) and bfloat16'
     sanitized synccheck rows test_cuda_kernels.py '(norms or cross_entropy or sums or embed) and bfloat16'
 }

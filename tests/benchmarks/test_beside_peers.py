@@ -1,5 +1,3 @@
-"""Benchmarks beside peers: PyTorch gets our model and the same work; ratios are those of pairs of runs."""
-
 import json
 import sys
 from functools import partial
@@ -18,7 +16,7 @@ from distgpt.measure.bench import train
 PEER = {"step_s_median": 0.2, "first_loss": 5.1, "final_loss": 5.0, "threads": 1, "peak_rss_bytes": 9}
 PEER |= {"torch": "0"}
 
-# Answers as peer_torch.py does, and notes what it was told; compiled it is faster.
+# Answers like peer_torch.py and records its requests; "compile" makes it faster.
 FAKE = """#!{python}
 import json, sys
 if sys.argv[1] == "-c":
@@ -36,7 +34,7 @@ def bench(*words):
 
 @pytest.mark.ci
 @pytest.mark.ranks
-def test_a_peer_gets_our_model_and_the_ratio_of_pairs(tmp_path, monkeypatch):
+def test_peer_gets_our_model_and_ratios_are_of_pairs(tmp_path, monkeypatch):
     python, heard = tmp_path / "python", tmp_path / "heard"
     python.write_text(FAKE.format(python=sys.executable, heard=str(heard), peer=PEER))
     python.chmod(0o755)
@@ -61,9 +59,9 @@ def test_a_peer_gets_our_model_and_the_ratio_of_pairs(tmp_path, monkeypatch):
     for request in requests:
         assert request["shape"].items() >= shape.items()
         assert request.items() >= recipe.items() and request["steps"] == 4
-    printed = " ".join(done.stdout.split()).replace("- ", "-")  # words are broken there
+    printed = " ".join(done.stdout.split()).replace("- ", "-")  # undo line breaks
     assert "× PyTorch (eager)" in printed and "compile+keep-freed" in printed
-    # The fastest mode is found once, and rounds take turns.
+    # The fastest mode is measured once, and rounds alternate.
     tried, trained = requests[:3], requests[3:]
     told = [{name for name in peer_process.SWITCHES if request[name]} for request in tried]
     assert told == [{"keep_freed"}, {"compile", "keep_freed"}, {"autotune", "keep_freed"}]
@@ -71,29 +69,24 @@ def test_a_peer_gets_our_model_and_the_ratio_of_pairs(tmp_path, monkeypatch):
 
 
 @pytest.mark.ci
-@pytest.mark.parametrize(
-    "words, named",
-    [
-        ("--peer-python /nowhere", "torch"),
-        ("--stage cuda", "cores"),
-        ("--dtype float64", "float32"),
-        ("--peer-mode keep-fred", "keep_fred"),
-    ],
-)
-def test_mistakes_are_refused(words, named):
+@pytest.mark.parametrize("words, named", [
+    ("--peer-python /nowhere", "torch"), ("--stage cuda", "cores"), ("--dtype float64", "float32"),
+    ("--peer-mode keep-fred", "keep_fred"),
+])  # fmt: skip
+def test_invalid_options_are_rejected(words, named):
     error = bench(*words.split()).exception
     assert isinstance(error, UsageError) and named in str(error)
 
 
 @pytest.mark.peer
-def test_pytorch_really_trains_and_generates(tmp_path):
+def test_pytorch_trains_and_generates(tmp_path):
     pytest.importorskip("torch")
     done = bench("--preset", "tiny-adamw", *SMALL, "--threads", 1, "--rounds", 1, "--out", tmp_path)
-    printed = " ".join(done.stdout.split()).replace("- ", "-")  # a line may end at a hyphen
+    printed = " ".join(done.stdout.split()).replace("- ", "-")  # undo line breaks
     assert done.exit_code == 0 and "× PyTorch (keep-freed)" in printed, done.output
     changes = {"n_layer": 1, "n_embd": 16, "n_head": 2, "seq_len": 16, "vocab_size": 50}
     shape = infer_beside_peers.shape_of(preset("gpt2", changes).model)
-    # The best of some turns, and many tokens beside one: also a busy machine takes longer for more.
+    # The best of five: 11 tokens take longer than one even on a busy machine.
     job = {"folder": str(tmp_path), "shape": shape, "threads": 1, "prompt": 5, "new": 11, "repeats": 5}
     asked = partial(peer_process.ask_peer, sys.executable, program="peer_inference")
     assert "transformers" in asked("models", job)["peers"]

@@ -1,5 +1,3 @@
-"""The mean loss over sequences of many lengths: the same, however they are batched."""
-
 from itertools import product
 
 import pytest
@@ -12,20 +10,20 @@ from models import VARIANTS, build, one_by_one, sequences_for
 
 
 @pytest.mark.parametrize("kind", ["gpt2", "modern", "microgpt"])
-def test_batches_give_the_loss_of_single_sequences(kind):
+def test_batches_give_loss_of_single_sequences(kind):
     config = VARIANTS[kind]
     sequences = sequences_for(config)
     reference = build(config, Kernels("float64"))
     for threads, most in product((1, 2), (1, 20, 1 << 14)):
         kept = MeanLoss(build(config, CpuKernels("float64", threads)), most)
-        for some in (sequences, sequences[5:8]):  # its memory is used again
+        for some in (sequences, sequences[5:8]):  # reuses memory
             expected = pytest.approx(one_by_one(reference, some), rel=1e-12)
             assert kept([each.tolist() for each in some]) == kept(some) == expected, (threads, most)
 
 
-def test_ranks_that_share_the_work_all_get_the_loss_of_one():
+def test_ranks_get_loss_of_one_process():
     config = VARIANTS["microgpt"]
-    for count in (40, 2):  # of 2 sequences some rank has none
+    for count in (40, 2):  # one of three ranks has no sequence of 2
         sequences = sequences_for(config, count)
         expected = one_by_one(build(config, Kernels("float64")), sequences)
         found = on_all_ranks(3, lambda comm, own=sequences: MeanLoss(build(config, Kernels("float64")), 20)(own, comm))

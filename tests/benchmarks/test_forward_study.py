@@ -1,11 +1,10 @@
-"""The forward-pass study: every method on the same names and weights, whose losses have to agree, and its table."""
-
 import json
 import math
 import sys
 from dataclasses import replace
 
 import forward_study
+import forward_work
 import pytest
 from benching import FEW, found_in, here
 from click.testing import CliRunner
@@ -15,23 +14,14 @@ from distgpt.measure.jobs import unsteered
 from distgpt.show.page import tabulated
 from forward_peers import measure_plain
 from forward_study import Study, StudyOptions, methods_and_launcher
-from forward_work import (
-    AGREE,
-    COLUMNS,
-    blocks,
-    bundled_names,
-    refuse_different_losses,
-    row_of,
-    sequences,
-    with_speedups,
-)
+from forward_work import AGREE, COLUMNS, bundled_names, refuse_different_losses, row_of, sequences, with_speedups
 from report import assemble, load_all
 
 DOUBLE = replace(FEW, dtype="float64")
 
 
 @pytest.mark.slow
-def test_the_study_measures_prints_and_leaves_a_file(tmp_path):
+def test_study_prints_and_saves_results(tmp_path):
     words = ["--preset", "microgpt", "--names", 60, "--repeats", 1, "--threads", 1]
     words += ["--method", "batched", "--out", tmp_path]
     done = run([sys.executable, forward_study.__file__, *words], env=unsteered())
@@ -43,7 +33,7 @@ def test_the_study_measures_prints_and_leaves_a_file(tmp_path):
 
 
 class Here(Study):
-    """Measures in this process."""
+    """A study that measures in this process."""
 
     def measure(self, job):
         return here(job)
@@ -54,7 +44,7 @@ def study_of(methods, dtypes=("float32",), **more):
     return Here(options, methods, None, "")
 
 
-def test_each_type_of_a_preset_and_each_method_is_measured():
+def test_study_measures_each_type_and_method():
     rows = study_of(["batched"], ["float32", "float64"], names=80).rows(["microgpt"])
     assert [(r["names"], r["dtype"]) for r in rows] == [(80, dtype) for dtype in ("float32", "float64")]
     jobs = study_of(["serial", "batched", "cuda"], ["float32", "bfloat16"]).jobs("S", 2)
@@ -66,7 +56,7 @@ def test_each_type_of_a_preset_and_each_method_is_measured():
         assert methods_and_launcher(StudyOptions(methods=methods, dtypes=dtypes))[0] == list(methods)
 
 
-def test_a_part_of_the_names_is_scaled_by_its_predictions_compared_with_that_part_and_marked():
+def test_part_of_the_names_is_scaled_and_marked():
     job = replace(DOUBLE, method="serial")
     part = here(replace(job, names=70))
     found = row_of(job, part)
@@ -83,10 +73,10 @@ def test_a_part_of_the_names_is_scaled_by_its_predictions_compared_with_that_par
     shown = {cell[1]: cell for cell in tabulated(COLUMNS, rows).rows}
     assert [cell.endswith("*") for cell in shown["serial"]] == [False] * 4 + [True] + [False] * 3
     assert shown["batched"][4:8] == ["1.00", f"{rows[0]['seconds']:.1f}", "90", "5 + 3 GPU"]
-    assert "30 of 90 names" in blocks({"rows": rows})[-1].note
+    assert "30 of 90 names" in forward_work.blocks({"rows": rows})[-1].note
 
 
-def test_methods_agree():
+def test_methods_give_equal_losses():
     reference = row_of(DOUBLE, here(DOUBLE, threads=2))
     plain = replace(DOUBLE, method="python")
     refuse_different_losses([reference, row_of(plain, measure_plain(plain))])
@@ -98,19 +88,19 @@ def test_methods_agree():
         assert found["tokens"] == sum(len(name) + 1 for name in bundled_names(90))
 
 
-def test_a_loss_that_is_another_ends_the_command():
+def test_different_loss_ends_the_command():
     double = row_of(FEW, found_in(1.0, 90)) | {"dtype": "float64"}
     other = double | {"method": "torch", "dtype": "float32"}
     refuse_different_losses([double, other | {"loss": double["loss"] * (1 + AGREE["float32"] / 2)}])
     for loss in (double["loss"] * (1 + 2 * AGREE["float32"]), math.nan, math.inf):
         with pytest.raises(DisagreementError, match="torch in float32"):
             refuse_different_losses([double, other | {"loss": loss}])
-    with pytest.raises(DisagreementError):  # in double precision less is allowed
+    with pytest.raises(DisagreementError):  # the tolerance is smaller in float64
         refuse_different_losses([double, double | {"loss": double["loss"] * (1 + 1e-8)}])
 
 
 @pytest.mark.ci
 @pytest.mark.parametrize("words, named", [("--method serial --dtype bfloat16", "serial"), ("--peer /no", "torch")])
-def test_mistakes_are_refused(words, named):
+def test_invalid_options_are_rejected(words, named):
     error = CliRunner().invoke(forward_study.main, words.split()).exception
     assert isinstance(error, DistgptError) and named in str(error)

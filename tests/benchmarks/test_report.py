@@ -1,5 +1,3 @@
-"""The page of results: every result finds its place on one page, and what is none is named."""
-
 import math
 import re
 import xml.etree.ElementTree as xml
@@ -45,7 +43,7 @@ def headings(page):
     return re.findall(r"<h2[^>]*>(.*?)</h2>", page)
 
 
-def test_a_result_with_parts_missing_is_named_and_the_others_are_shown():
+def test_incomplete_result_is_named_and_skipped():
     whole = sums()
     page = assemble([whole, trained()], [])
     assert headings(page) == ["Training: gpt-mini", "Sums over ranks: mpi-2"]
@@ -58,7 +56,7 @@ def test_a_result_with_parts_missing_is_named_and_the_others_are_shown():
     assert "allreduce: broken" in page and "notes.json" in page and "1 result of" in page
 
 
-def test_a_folder_becomes_a_page_and_one_without_results_does_not(tmp_path):
+def test_directory_becomes_a_page(tmp_path):
     with pytest.raises(UsageError, match="nowhere"):
         write(tmp_path / "nowhere", None)
     (tmp_path / "profile.json").write_text("{}")
@@ -78,14 +76,13 @@ def test_a_folder_becomes_a_page_and_one_without_results_does_not(tmp_path):
 @pytest.mark.parametrize(
     "name, file", [("日本 1", "日本-1"), ("a/b..c", "a-b..c"), ("../..", "..-.."), ("///", "unnamed")]
 )
-def test_a_name_becomes_a_files(name, file, tmp_path):
+def test_name_becomes_a_file_name(name, file, tmp_path):
     assert jobs.save(tmp_path, "train", name, trained()) == tmp_path / f"train-{file}.json"
     assert [each["file"] for each in load_all(tmp_path)[0]] == [f"train-{file}.json"]
 
 
 @pytest.mark.ci
-def test_the_results_in_the_repository_are_still_read():
-    """Those of earlier versions too."""
+def test_results_in_repository_are_readable():
     folder = Path(__file__).parents[2] / "benchmarks" / "results"
     found, _ = load_all(folder)
     assert {result["file"] for result in found} >= {"forward-2026-11-21.json"}
@@ -93,7 +90,7 @@ def test_the_results_in_the_repository_are_still_read():
     assert "Left out" not in page and len(headings(page)) == len(found)
 
 
-def test_a_page_loads_nothing_its_references_lead_somewhere_and_hostile_texts_are_text():
+def test_page_is_self_contained_and_escapes_text():
     h = "</title></style><script>alert('x')</script> \"quoted\" \x00\x1b[31m\u202e \ud800 ]]>"
     chart = LineChart(h, h, h, h, [Series(h, [(1, 1), (2, 2)])])
     blocks = [h, Table([h], [[h]], h, h), Table(["a"], [["b"]]), chart]
@@ -106,7 +103,7 @@ def test_a_page_loads_nothing_its_references_lead_somewhere_and_hostile_texts_ar
     assert not set(page) & {"\x00", "\x1b", "\u202e", "\ud800"} and len(headings(page)) == 3
 
 
-def test_charts_are_xml_whatever_their_numbers():
+def test_charts_are_valid_xml_for_any_numbers():
     odd = Series("s", [(1, 1), (2, math.nan), (3, 10**400), (4, 5e-324), (5, -math.inf), (-1, 2)])
     bars = [Bar("a", 1.0, "1"), Bar("b", math.inf, "\x00"), Bar("c", math.nan, "")]
     for chart in (LineChart("Lines", "x", "x", "y", [odd], True, True), BarChart("Bars", "x", "s", bars)):

@@ -1,5 +1,3 @@
-"""Strong and weak scaling, measured by real runs."""
-
 import json
 import sys
 
@@ -36,7 +34,7 @@ def test_speeds_are_compared_with_one_rank(tmp_path):
 
 
 @pytest.mark.parametrize("words, named", [("--ranks 1,0", "'1,0'"), ("--ranks 3", "3 ranks"), ("--init w", "--init")])
-def test_invalid_options_are_rejected_before_anything_runs(tmp_path, words, named):
+def test_invalid_options_are_rejected_before_running(tmp_path, words, named):
     asked = [*SMALL.split(), *words.split(), "--out", str(tmp_path / "out")]
     error = CliRunner().invoke(scaling.main, asked).exception
     assert isinstance(error, UsageError) and named in str(error) and not list(tmp_path.iterdir())

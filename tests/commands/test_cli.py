@@ -1,5 +1,3 @@
-"""The command line: generated text, output that goes nowhere, and one clear line for whatever is wrong."""
-
 import contextlib
 import json
 import os
@@ -30,7 +28,6 @@ def file(trained):
 
 @pytest.fixture
 def here(tmp_path):
-    """Run a command in this process, in tmp_path."""
     return partial(inside, cwd=tmp_path)
 
 
@@ -43,9 +40,6 @@ def infer(here, file):
         return json.loads(result.stdout) if "--json" in args and not result.returncode else result
 
     return run
-
-
-# Every exit code, in a process of its own
 
 
 @pytest.mark.ci
@@ -61,10 +55,7 @@ def test_exit_codes(tmp_path):
     assert [line[:9] for line in diverging.stderr.splitlines()] == ["distgpt: "]
 
 
-# Generated text
-
-
-def test_the_stream_is_the_text_after_any_prompt(infer, tmp_path):
+def test_stream_prints_prompt_and_text(infer, tmp_path):
     args = ["--prompt", PROMPT, "--max-new-tokens", "40", "--temperature", "1", "--seed", "5"]
     found, streamed = infer("--json", *args), infer(*args)
     assert streamed.stdout == found["prompt"] + found["text"] + "\n" and found["prompt"] == PROMPT
@@ -75,19 +66,19 @@ def test_the_stream_is_the_text_after_any_prompt(infer, tmp_path):
     assert infer("--prompt", PROMPT, "--max-new-tokens", "0").stdout == f"{PROMPT}\n"
 
 
-def test_the_bundled_sample_says_so(here):
+def test_bundled_sample_is_announced(here):
     result = here("infer", "--max-new-tokens", "5", "--prompt", "The boat")
     assert result.returncode == 0 and result.stdout.startswith("The boat")
     assert result.stderr.splitlines()[0] == "no --weights: using the bundled sample"
 
 
-def test_threads_may_be_auto_as_where_none_are_given(infer):
+def test_auto_is_the_default_of_threads(infer):
     auto, left_out = (infer(*words, "--seed", "1", "--max-new-tokens", "8") for words in (["--threads", "auto"], []))
     assert auto.returncode == 0 and auto.stdout == left_out.stdout
     assert infer("--threads", "many").returncode == 2
 
 
-def test_samples_stop_strings_and_likelihoods_from_the_command_line(infer, file):
+def test_samples_stops_and_logprobs_on_command_line(infer, file):
     hot = ["--prompt", PROMPT, "--max-new-tokens", "12", "--temperature", "1", "--seed", "5"]
     one, three = infer("--json", *hot), infer("--json", *hot, "--n", "3", "--logprobs", "2")
     assert one["tokens"] == three["tokens"] == three["choices"][0]["tokens"] and "choices" not in one
@@ -115,7 +106,6 @@ def test_samples_stop_strings_and_likelihoods_from_the_command_line(infer, file)
 
 
 def on_terminal(*args, **how):
-    """Return what a command prints on a terminal."""
     reading, writing = pty.openpty()
     with popen(*args, stdout=writing, stderr=subprocess.DEVNULL, **how) as process:
         os.close(writing)
@@ -129,7 +119,7 @@ def on_terminal(*args, **how):
 
 
 @pytest.mark.ci
-def test_a_terminal_gets_no_control_characters(here, infer, tmp_path):
+def test_terminal_gets_no_control_characters(here, infer, tmp_path):
     train_bytes = ["train", *SMALL, "--tokenizer", "byte", "--steps", "2", "--sample-every", "1"]
     shown = on_terminal(*train_bytes, "--progress", "plain", "--out", "run", cwd=tmp_path)
     assert "--- sample after step 2" in shown and "\ufffd" in shown
@@ -140,17 +130,14 @@ def test_a_terminal_gets_no_control_characters(here, infer, tmp_path):
     exact = found["prompt"] + found["text"] + "\n"
     assert {"\x1b", "\x00"} & set(found["text"])
     assert infer(*args, weights=weights).stdout == exact
-    unassigned = {c for c in exact if unicodedata.category(c) == "Cn"}  # which no terminal acts upon
+    unassigned = {c for c in exact if unicodedata.category(c) == "Cn"}  # ignored by terminals
     kept = [c if c in "\n\t" or c.isprintable() or c in unassigned else "\ufffd" for c in exact]
     assert on_terminal("infer", "--weights", weights, *args) == "".join(kept)
 
 
-# Output that goes nowhere
-
-
 @pytest.mark.ci
 @pytest.mark.smoke
-def test_a_reader_that_leaves_early(file):
+def test_infer_exits_if_its_reader_leaves(file):
     reading, writing = os.pipe()
     words = ["infer", "--weights", file, "--prompt", PROMPT, "--max-new-tokens", "3000", "--threads", "1"]
     job = popen(*words, stdout=writing, stderr=subprocess.PIPE, text=True)
@@ -162,8 +149,7 @@ def test_a_reader_that_leaves_early(file):
 
 
 @pytest.mark.ci
-def test_a_reader_that_leaves_a_run_loses_no_step(tmp_path):
-    """As in `distgpt train | head`."""
+def test_train_saves_if_its_reader_leaves(tmp_path):
     words = ["train", *SMALL, "--steps", "1000000", "--save-every", "1000000", "--out", tmp_path / "run"]
     with popen(*words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as job:
         while not job.stdout.readline().startswith("step"):
@@ -178,7 +164,7 @@ def test_a_reader_that_leaves_a_run_loses_no_step(tmp_path):
 
 @pytest.mark.ci
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
-def test_a_run_goes_on_where_its_output_cannot_be_written(tmp_path):
+def test_train_continues_if_output_fails(tmp_path):
     with Path("/dev/full").open("w") as full:
         words = ["train", *SMALL, "--steps", "3", "--out", tmp_path / "run"]
         job = popen(*words, stdout=full, stderr=subprocess.PIPE, text=True)
@@ -187,7 +173,7 @@ def test_a_run_goes_on_where_its_output_cannot_be_written(tmp_path):
     assert "cannot write to standard output (No space left on device)" in errors
 
 
-def test_a_group_without_a_command_prints_its_help(here):
+def test_group_without_command_prints_help(here):
     for words in ((), ("data",), ("weights",), ("tokenizer",), ("bench",)):
         shown = here(*words)
         usage = " ".join(["Usage: distgpt", *words, "[OPTIONS] COMMAND"])
@@ -197,7 +183,7 @@ def test_a_group_without_a_command_prints_its_help(here):
 
 @pytest.mark.ci
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
-def test_output_that_cannot_be_written_or_was_closed(file):
+def test_infer_handles_full_and_closed_output(file):
     args = ["infer", "--weights", file, "--prompt", PROMPT, "--max-new-tokens", "3"]
     with Path("/dev/full").open("w") as full:
         job = popen(*args, stdout=full, stderr=subprocess.PIPE, text=True)
@@ -209,9 +195,7 @@ def test_output_that_cannot_be_written_or_was_closed(file):
     assert result.returncode == 0 and "Traceback" not in result.stderr
 
 
-# Refusals: the command, the exit code, and words of the message. Files lie in the working directory. What a
-# configuration refuses: tests/core/config/test_config.py.
-
+# Command, exit code, words of the message. For settings, see tests/core/config/test_config.py.
 REFUSED = (
     (["infer", "--prompt", "the zeppelin"], 65, ["'zeppelin'", "not in the vocabulary"]),
     (["infer", "--prompt", b"the \xff lamp"], 65, ["not valid UTF-8"]),
@@ -255,42 +239,32 @@ def files(tmp_path_factory):
 
 
 @pytest.mark.parametrize(("words", "code", "said"), REFUSED)
-def test_refused_command_names_what_is_wrong_and_leaves_nothing(words, code, said, files, file):
+def test_invalid_command_is_rejected_without_traces(words, code, said, files, file):
     usual = ["--weights", file, "--threads", "1"] if words[0] == "infer" else [*SMALL, "--out", "run"]
     before = {path: path.is_dir() or path.read_bytes() for path in files.iterdir()}
-    # A later option replaces an earlier one, and --threads stands once.
+    # A later option replaces an earlier one.
     result = inside(words[0], *usual, *words[1:], cwd=files)
     refused(result, code, *said)
     assert result.stdout == ""
     assert {path: path.is_dir() or path.read_bytes() for path in files.iterdir()} == before
 
 
-@pytest.mark.parametrize(
-    ("line", "named"),
-    [
-        ("infer --prompt a --prompt-file b", "cannot be combined"),
-        ("infer --promt a", "--prompt"),
-        ("train --stage seriel", "serial"),
-        ("train --save-evry 3", "--save-every"),
-        ("trian", "'train'"),
-    ],
-)
-def test_mistyped_command_is_answered_by_the_right_word(line, named):
+MISTYPED = {"infer --prompt a --prompt-file b": "cannot be combined", "infer --promt a": "--prompt", "trian": "'train'"}
+MISTYPED |= {"train --stage seriel": "serial", "train --save-evry 3": "--save-every"}
+
+
+@pytest.mark.parametrize(("line", "named"), MISTYPED.items())
+def test_mistyped_command_suggests_correction(line, named):
     result = inside(*line.split())
     assert result.returncode == 2 and named in result.stderr and "Traceback" not in result.stderr
 
 
-def test_character_that_a_model_does_not_know_is_named(here, infer, tmp_path):
-    assert here("train", *SMALL, "--tokenizer", "char", "--steps", "1", "--out", "run").returncode == 0
-    refused(infer("--prompt", "é", weights=tmp_path / "run"), 65, "character 'é'", "position 0")
-
-
-def test_depth_may_have_heads_that_the_default_preset_could_not(here):
+def test_depth_allows_other_head_counts(here):
     size = ["--n-head", "3", "--steps", "1", "--seq-len", "16", "--batch-size", "2", "--threads", "1"]
     assert here("train", "--depth", "3", *size, "--data", "story", "--out", "run").returncode == 0
 
 
-# Damaged files: tests/core/saved/test_weightsfile.py. These are whole, and contradict themselves.
+# Valid files with contradictory contents. For corrupt files, see tests/core/saved/test_weightsfile.py.
 WEIGHTS = (
     ("missing tensor", ["missing: wpe"]),
     ("not finite", ["not finite"]),
@@ -302,7 +276,7 @@ WEIGHTS = (
 
 
 @pytest.mark.parametrize(("kind", "words"), WEIGHTS)
-def test_weights_that_cannot_be_used(kind, words, infer, file, tmp_path):
+def test_unusable_weights_are_rejected(kind, words, infer, file, tmp_path):
     header = weightsfile.read_header(file)
     tensors = {name: np.empty(entry.shape, np.float32) for name, entry in header.tensors.items()}
     weightsfile.read_into(file, tensors)
@@ -311,7 +285,6 @@ def test_weights_that_cannot_be_used(kind, words, infer, file, tmp_path):
         "not finite": {"wte": np.where(np.arange(16) == 3, np.nan, tensors["wte"])},
         "no tokenizer": {"tokenizer": ""},
     }
-    # A change, or a setting that the tensors contradict.
     config = re.sub(f"^{kind.split()[0]} = .*", kind, header.metadata["config"], flags=re.MULTILINE)
     change = changes.get(kind, {"config": config})
     tensors = {k: change.get(k, v) for k, v in tensors.items() if change.get(k, v) is not None}
@@ -321,12 +294,9 @@ def test_weights_that_cannot_be_used(kind, words, infer, file, tmp_path):
     assert result.stdout == ""
 
 
-# Places
-
-
 @pytest.mark.ci
-def test_memory_that_is_refused_names_its_page():
-    """By a limit of 4 GiB, where 16 lanes of a million positions take 30."""
+def test_memory_error_names_its_page():
+    """16 slots of a million positions need 30 GB; the limit is 4 GiB."""
     words = command("infer", "--n", "16", "--context", str(1 << 20), "--cache-memory", "900G")
     limited = ["sh", "-c", 'ulimit -v 4194304 && exec "$@"', "-", *words]
     result = subprocess.run(limited, env=clean_environment(), capture_output=True, text=True)
@@ -336,7 +306,7 @@ def test_memory_that_is_refused_names_its_page():
 
 
 @pytest.mark.ci
-def test_a_disk_that_is_read_only_or_full_or_fills_up(here, tmp_path):
+def test_read_only_or_full_disk_is_reported(here, tmp_path):
     place = tmp_path / "disk"
     place.mkdir()
     with small_disk(place, "ro,size=1m"):
@@ -356,7 +326,7 @@ def test_a_disk_that_is_read_only_or_full_or_fills_up(here, tmp_path):
         assert kept and all(name.startswith("step-") for name in kept)
 
 
-def test_plot_without_matplotlib_is_one_line(tmp_path, monkeypatch):
+def test_missing_matplotlib_is_named(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     monkeypatch.delitem(sys.modules, "distgpt.show.plot", raising=False)
     refused(inside("plot", "run", cwd=tmp_path), 2, "requires matplotlib, which is not installed: pip install")

@@ -1,5 +1,3 @@
-"""Help: what is listed where, defaults, examples; completion in shells."""
-
 import os
 import re
 import shutil
@@ -10,7 +8,7 @@ import click
 import pytest
 from click.shell_completion import ShellComplete
 from distgpt.commands.cli import COMMANDS, cli
-from distgpt.commands.help import HELP_ALL, OPTIONS, section, topics
+from distgpt.commands.help import OPTIONS, section, topics
 from distgpt.core.base.files import bundled
 from distgpt.core.config import BATCH_IN_TOKENS, GROUPS, SETTINGS
 from distgpt.core.data.textfile import BUNDLED_TEXTS
@@ -37,7 +35,7 @@ def flags(text):
     return set(re.findall(r"^  (?:-h, )?--([a-z0-9-]+)", text, re.MULTILINE))
 
 
-def test_help_lists_what_is_needed_first_and_help_all_the_rest_in_groups():
+def test_help_lists_needed_options_first():
     short, full = shown("train", "--help"), shown("train", "--help-all")
     assert "[default: tiny]" in short
     assert flags(short) == {*NEEDED, "help", "help-all"}
@@ -46,12 +44,12 @@ def test_help_lists_what_is_needed_first_and_help_all_the_rest_in_groups():
     assert flags(full) == {p.opts[0].strip("-") for p in train.params if not p.hidden} | {"help", "help-all"}
 
 
-def test_every_option_of_a_setting_has_a_group():
+def test_every_option_has_a_group():
     known = {**SETTINGS, "batch_tokens": BATCH_IN_TOKENS}
     assert not [name for name in OPTIONS if known[name].group not in GROUPS]
 
 
-def test_defaults_are_those_of_the_preset():
+def test_defaults_come_from_the_preset():
     tiny, gpt2 = shown("train", "--help-all"), shown("train", "--preset", "gpt2", "--help-all")
     for text, rows in ((tiny, ("600", "0.05", "no-bias")), (gpt2, ("cosine", "0.0006", "bias"))):
         for row in rows:
@@ -59,7 +57,7 @@ def test_defaults_are_those_of_the_preset():
     assert "preset 'nope'" in inside("train", "--preset", "nope", "--help").stderr
 
 
-def test_every_command_shows_an_example_that_it_can_parse():
+def test_examples_of_commands_parse():
     for words, command in commands():
         [example] = re.findall(r"^  Example: (.*)$", shown(*words, "--help"), re.MULTILINE)
         said = example.partition(" > ")[0].partition("distgpt ")[2].replace('"', "").split()
@@ -68,11 +66,11 @@ def test_every_command_shows_an_example_that_it_can_parse():
         assert {w for w in said[: said.index("--") if "--" in said else None] if w[:2] == "--"} <= known, words
 
 
-def test_commands_are_listed_in_the_order_of_use():
+def test_commands_are_listed_in_order_of_use():
     assert re.findall(r"^  (\w+) ", inside().stderr.partition("Commands:")[2], re.MULTILINE) == [*COMMANDS]
 
 
-def test_help_prints_pages_for_use_and_reference_offline():
+def test_help_prints_pages_offline():
     listed = dict(re.findall(r"^  ([\w-]+) +(.*)$", shown("help"), re.MULTILINE))
     assert {"learning", "files", "settings", "your-texts", "first-model"} <= listed.keys()
     assert "distgpt help out-of-memory" in shown("help")
@@ -90,15 +88,15 @@ def test_help_prints_pages_for_use_and_reference_offline():
     assert refused.returncode == 2 and "did you mean 'training'?" in refused.stderr
 
 
-def test_help_on_a_command_prints_its_help_and_names_its_page():
-    assert not topics().keys() & set(COMMANDS)  # a page of such a name would hide one of the two
+def test_help_on_a_command_names_its_page():
+    assert not topics().keys() & set(COMMANDS)  # the names would collide
     for name, page in {"chat": "", "train": "training", "tune": "tuning", "plot": ""}.items():
         text = shown("help", name)
         assert text.startswith(f"Usage: distgpt {name} ")
         assert text.partition("\nHow-to page: ")[2] == (page and f"distgpt help {page}\n")
 
 
-def test_errors_name_pages_that_are_there():
+def test_errors_name_existing_pages():
     sources = "".join(path.read_text() for path in PACKAGE.rglob("*.py"))
     named = set(re.findall(r"\(distgpt help ([\w-]+)\)", sources))
     assert {"out-of-memory", "install", "tuning"} <= named
@@ -107,11 +105,7 @@ def test_errors_name_pages_that_are_there():
     assert "(distgpt help out-of-memory)" in inside("train", *words, "--dtype", "float64").stderr
 
 
-def test_an_unknown_option_is_refused_with_a_similar_one():
-    assert HELP_ALL.opts[0] not in shown("plot", "--help")
-
-
-# Words of a command line, and what a shell is offered for the last one: names, or files by its own means.
+# Command lines, and the completions of the last word.
 FILE = "a file"
 COMPLETED = {
     "train --data my": [FILE],
@@ -127,7 +121,6 @@ COMPLETED = {
 
 
 def test_files_and_names_are_completed():
-
     def offered(line):
         *words, begun = line.split()
         found = ShellComplete(cli, {}, "distgpt", "").get_completions(words, begun)
@@ -139,12 +132,12 @@ def test_files_and_names_are_completed():
     assert set(BUNDLED_TEXTS) == {path.stem for path in bundled("data", "").glob("*.txt")}
 
 
-# Options and arguments that name files, in whichever command.
+# Options and arguments that name files, in any command.
 NAMING = "data val init hellaswag tokenizer resume decay-from config weights adapter out prompts prompt-file"
 NAMING += " calibrate hostfile inputs source grid run runs folder path name_or_path directory a b"
 
 
-def test_whatever_names_files_is_completed_by_files_in_every_command():
+def test_file_options_complete_to_files():
     seen = set()
     for words, command in commands():
         context = click.Context(command)
@@ -158,7 +151,7 @@ def test_whatever_names_files_is_completed_by_files_in_every_command():
 
 
 def asked(shell, script, tmp_path):
-    """Run a shell's script where `distgpt` is this very program."""
+    """Run a shell script in which `distgpt` is this program."""
     if not shutil.which(shell):
         pytest.skip(f"there is no {shell} here")
     program = tmp_path / "distgpt"

@@ -1,5 +1,3 @@
-"""The compiled encoder gives exactly what merging piece by piece gives, on all kinds of text."""
-
 import functools
 import json
 import random
@@ -29,7 +27,6 @@ def by_the_library(tokenizer, text):
 
 
 def fast(tokenizer):
-    """A fresh encoder, with nothing in its memory."""
     return type(tokenizer)(tokenizer.vocabulary, tokenizer.merges, tokenizer.separator).fast
 
 
@@ -43,7 +40,7 @@ def nasty_texts(count, length, seed):
 
 
 def mixed_text(size):
-    """Prose, code and random strings in turn, with the odd byte that is no UTF-8."""
+    """Mix prose, code, random strings and a few invalid bytes."""
     code = "def f(x):\n    if x > 10 and x != 0x1F:\n\t\treturn {'a': [x ** 2, \"b\"]}  # why?\n\n\n"
     random_ones, source, parts = nasty_texts(4000, 40, seed=1), random.Random(2), []
     while sum(map(len, parts)) < size:
@@ -57,7 +54,7 @@ def mixed_text(size):
 
 @functools.cache
 def own():
-    """With merges of all kinds of characters, so that a piece cut elsewhere shows."""
+    """Learn merges of all kinds of characters, so that wrongly cut pieces are detected."""
     return learn_bpe([mixed_text(200_000)], size=3000, min_frequency=2, separator="last")
 
 
@@ -68,20 +65,20 @@ TOKENIZERS = pytest.mark.parametrize(
 
 @pytest.mark.ci
 @TOKENIZERS
-def test_mixed_text_and_random_strings_over_a_nasty_alphabet(tokenizer):
+def test_random_text_matches_library(tokenizer):
     text = mixed_text(300_000)
     texts = [text, text[:100_000], "", *NASTY, *nasty_texts(1500, 20, seed=3)]
     assert not differing(tokenizer(), fast(tokenizer()), texts)
 
 
 @pytest.mark.slow
-def test_every_code_point_of_the_first_planes_beside_all_kinds():
+def test_every_code_point_matches_library():
     codes = [chr(code) for code in [*range(0xD800), *range(0xE000, 0x20000), *range(0xE0000, 0xE0200)]]
     assert not differing(own(), fast(own()), [beside.join(codes) for beside in ("", "a", "1! ")])
 
 
 @TOKENIZERS
-def test_pieces_as_long_as_the_encoder_s_limits(tokenizer):
+def test_long_pieces_match_library(tokenizer):
     encoder = fast(tokenizer())
     for length in (7, 8, 9, 16, 17, 23, 24, 25, 255, 256, 257, 5000):
         runs = [text * length for text in ("a", " ", "é", "中", "=", "ab", "1", "\n", "\x00")]
@@ -90,7 +87,7 @@ def test_pieces_as_long_as_the_encoder_s_limits(tokenizer):
 
 
 @pytest.mark.parametrize(("rows", "ids", "at_once"), [(8, 5000, 4000), (4096, 30, 4000), (4096, 5000, 257)])
-def test_memory_that_is_full_is_emptied_and_changes_nothing(monkeypatch, rows, ids, at_once):
+def test_full_memory_is_cleared(monkeypatch, rows, ids, at_once):
     monkeypatch.setattr(fast_bpe, "MEMORY_ROWS", rows)
     monkeypatch.setattr(fast_bpe, "MEMORY_IDS", ids)
     monkeypatch.setattr(fast_bpe, "IDS_AT_ONCE", at_once)
@@ -100,17 +97,17 @@ def test_memory_that_is_full_is_emptied_and_changes_nothing(monkeypatch, rows, i
     assert rows_used <= rows and ids_used <= ids
 
 
-def test_pieces_that_differ_in_length_or_at_their_end_only_are_told_apart(monkeypatch):
+def test_similar_pieces_are_distinguished(monkeypatch):
     """The encoder remembers pieces of up to 24 bytes: three words of eight."""
-    monkeypatch.setattr(fast_bpe, "MEMORY_ROWS", 64)  # so that they meet in their search for a row
+    monkeypatch.setattr(fast_bpe, "MEMORY_ROWS", 64)  # so that they collide
     zeros = ["\x00" * length for length in range(1, 25)]
     ends = [a + b for a in "abcde" for b in "abcde"]
     words = [" ".join("a" * at + end + "a" * (16 - at) for end in ends) for at in (0, 8, 16)]
     assert not differing(own(), fast(own()), ["a".join(zeros), "a".join(zeros[::-1]), *words])
 
 
-def test_threads_encode_side_by_side_with_one_tokenizer(monkeypatch):
-    monkeypatch.setattr(fast_bpe, "KINDS", np.zeros_like(fast_bpe.KINDS))  # which all begin to learn at once
+def test_threads_share_one_tokenizer(monkeypatch):
+    monkeypatch.setattr(fast_bpe, "KINDS", np.zeros_like(fast_bpe.KINDS))  # unfilled, so that all threads fill it
     texts = [mixed_text(40_000)[start:] for start in range(8)]
     encoder = fast(own())
     meeting = threading.Barrier(4)
@@ -123,7 +120,7 @@ def test_threads_encode_side_by_side_with_one_tokenizer(monkeypatch):
         assert list(pool.map(work, texts)) == [by_the_library(own(), text) for text in texts]
 
 
-def test_texts_large_in_all_are_encoded_by_the_loops_and_small_ones_by_the_library(monkeypatch):
+def test_large_inputs_use_compiled_encoder(monkeypatch):
     monkeypatch.setattr(bpe, "LARGE", 1000)
     tokenizer = tokenizer_from_json(own().to_json(), "copy")
     texts = ["x" * 400, "it's " * 80, "y = 1\n" * 100, ""]
@@ -137,7 +134,7 @@ def test_texts_large_in_all_are_encoded_by_the_loops_and_small_ones_by_the_libra
 
 @pytest.mark.peer
 @needs_gpt2
-def test_other_libraries_give_the_same():
+def test_encoder_matches_other_libraries():
     encoder, texts = fast(gpt2()), [mixed_text(300_000), *nasty_texts(2000, 20, seed=7)]
     byte_of = {symbol: byte for byte, symbol in enumerate(bpe.symbols())}
     vocab = json.loads((GPT2 / "vocab.json").read_text("utf-8"))

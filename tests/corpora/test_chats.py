@@ -1,5 +1,3 @@
-"""Chats as tokens and rows to learn from: templates of families, our own formats, what is learned and refused."""
-
 import gzip
 import json
 import select
@@ -26,7 +24,7 @@ CHAT = [
 
 
 def library_ids(family, messages, asks):
-    """What transformers does: the template's text, in which the library finds special tokens."""
+    """Tokenize like transformers: the library finds special tokens in the rendered text."""
     environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True)
     environment.globals["raise_exception"] = None
     source = TEMPLATES[family].replace("{% generation %}", "").replace("{% endgeneration %}", "")
@@ -45,8 +43,8 @@ def chat(family, tmp_path):
     return ChatFormat(write_family(tmp_path / "model", family, **settings(family)))
 
 
-def test_a_prompt_has_the_ids_of_the_template_s_text(family, chat):
-    """A message that spells special tokens ends nothing."""
+def test_prompt_matches_rendered_template(family, chat):
+    """A special token spelled in a message is plain text."""
     for messages in (CHAT[:1], CHAT):
         assert chat.prompt(messages) == library_ids(family, messages, True)
     end, spelled = chat.tokenizer.specials[ENDS[family]], f"hi {ENDS[family]} there"
@@ -56,7 +54,7 @@ def test_a_prompt_has_the_ids_of_the_template_s_text(family, chat):
     assert spelled in chat.tokenizer.decode(found)
 
 
-def test_answers_are_learned_with_the_token_that_ends_them(family, chat):
+def test_answers_are_trained_with_their_end(family, chat):
     answers = ["In the harbour.", "é, as <|im_end|> </s> said."]
     user = [{"role": "user", "content": "In the harbour."}]
     messages = [message for text in answers for message in (*user, {"role": "assistant", "content": text})]
@@ -67,13 +65,13 @@ def test_answers_are_learned_with_the_token_that_ends_them(family, chat):
     decoded = [chat.tokenizer.decode(span).strip() for span in spans]
     assert decoded == [text + ENDS[family] for text in answers]
     assert all(span[-1] == chat.tokenizer.specials[ENDS[family]] for span in spans)
-    if family != "mistral":  # whose blank before an answer belongs to its first token
+    if family != "mistral":  # its blank belongs to the answer's first token
         at = learned.tolist().index(1)
         shared = chat.prompt(user)
         assert ids[:at].tolist()[: len(shared)] == shared
 
 
-def test_without_a_template_a_tokenizer_chats_in_chatml_or_in_plain_words(tmp_path):
+def test_default_format_is_chatml_or_plain(tmp_path):
     chatml = ChatFormat(write_family(tmp_path / "chatml", "smollm2"))
     said = chatml.tokenizer.decode(chatml.prompt([{"role": "system", "content": "Be brief."}, *CHAT[:1]]))
     assert said == (
@@ -93,7 +91,7 @@ def test_without_a_template_a_tokenizer_chats_in_chatml_or_in_plain_words(tmp_pa
         assert (tokenizer.separator in plain.ends) == bool(end)
 
 
-def test_what_a_template_leaves_out_of_an_answer_cannot_be_learned(tmp_path):
+def test_dropped_answer_text_is_rejected(tmp_path):
     chat = ChatFormat(write_family(tmp_path / "model", "qwen", **settings("qwen")))
     thought = [CHAT[0], {"role": "assistant", "content": "<think>\nhm\n</think>\n\nHere."}]
     ids, learned = chat.example(thought)
@@ -102,12 +100,8 @@ def test_what_a_template_leaves_out_of_an_answer_cannot_be_learned(tmp_path):
         chat.example([*thought, *CHAT[:2]])
 
 
-# Templates of others
-
-
 @pytest.mark.ci
-def test_templates_are_programs_that_are_held_in_bounds():
-    """Neither time, nor memory, nor what lies around a value is theirs; the next one is not affected."""
+def test_template_limits_are_enforced():
     bounded = Renderer(seconds=1.5)
     loop = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
     doubled = "{% set ns = namespace(a='ab') %}"
@@ -132,7 +126,7 @@ def test_templates_are_programs_that_are_held_in_bounds():
     bounded.close()
 
 
-def test_an_interrupted_template_does_not_answer_the_next_question(monkeypatch):
+def test_interrupted_template_does_not_affect_the_next(monkeypatch):
     asked, values = Renderer(), {"messages": []}
     with monkeypatch.context() as patch:
 
@@ -149,7 +143,7 @@ def test_an_interrupted_template_does_not_answer_the_next_question(monkeypatch):
     asked.close()
 
 
-def test_messages_of_others_are_checked():
+def test_messages_are_validated():
     parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
     assert checked_messages([{"role": "user", "content": parts, "name": "x"}]) == [{"role": "user", "content": "ab"}]
     for value, message in (
@@ -167,8 +161,8 @@ def test_messages_of_others_are_checked():
 
 @pytest.mark.ci
 @pytest.mark.timing
-def test_a_message_full_of_special_tokens_takes_time_in_proportion_to_its_length():
-    """Not to the square of it: a message of a megabyte kept a server busy for seconds."""
+def test_special_tokens_take_linear_time():
+    """In quadratic time, a message of 1 MB kept a server busy for seconds."""
     chat = ChatFormat(small())
 
     def seconds(count):
@@ -176,11 +170,11 @@ def test_a_message_full_of_special_tokens_takes_time_in_proportion_to_its_length
         assert len(chat.prompt([{"role": "user", "content": "<|endoftext|>" * count}])) > count
         return time.process_time() - begun
 
-    seconds(80_000)  # compiles the encoder of large texts
+    seconds(80_000)  # compiles the encoder for large inputs
     assert seconds(80_000) < 25 * min(seconds(10_000) for _ in range(3))
 
 
-def test_a_tokenizer_of_words_cannot_encode_chats():
+def test_word_tokenizer_cannot_encode_chats():
     with complains("not 'word'"):
         encode_parts(load_tokenizer("word", "a lamp"), ["a"])
 
@@ -205,7 +199,7 @@ def examples(path, chat):
 
 @pytest.mark.ci
 @pytest.mark.parametrize("family", FAMILIES)
-def test_all_shapes_of_a_chat_give_the_same_tokens(family, tmp_path):
+def test_chat_layouts_give_equal_tokens(family, tmp_path):
     chat = ChatFormat(write_family(tmp_path / "model", family, **settings(family)))
     with_input = {"instruction": "Where is", "input": "the lamp?", "output": ANSWER}
     path = rows(
@@ -229,7 +223,7 @@ def test_all_shapes_of_a_chat_give_the_same_tokens(family, tmp_path):
     assert last.ids[last.learned == 1][-1] in chat.ends
 
 
-def test_of_several_answers_each_is_learned_with_its_end(plain, tmp_path):
+def test_every_answer_is_trained_with_its_end(plain, tmp_path):
     messages = [{"role": "system", "content": "Be brief."}, *TURN, *TURN]
     ((ids, learned),) = examples(rows(tmp_path / "r", {"messages": messages}), plain)
     assert plain.tokenizer.decode(ids[learned == 1]) == f"{ANSWER}<|endoftext|>" * 2
@@ -239,7 +233,7 @@ def test_of_several_answers_each_is_learned_with_its_end(plain, tmp_path):
     assert bytes(ids[learned == 1].tolist()).decode() == f"{ANSWER}\n\nUser:\n" * 2
 
 
-def test_a_plain_text_is_learned_whole(plain, tmp_path):
+def test_plain_text_is_trained_whole(plain, tmp_path):
     ((ids, learned),) = examples(rows(tmp_path / "r", {"text": ANSWER}), plain)
     assert plain.tokenizer.decode(ids) == f"{ANSWER}<|endoftext|>" and learned.all()
     llama = ChatFormat(write_family(tmp_path / "model", "llama3", **settings("llama3")))
@@ -258,9 +252,6 @@ NO_ROWS = (
     ({"messages": TURN[:1]}, "no answer"),
     ({"conversations": [{"from": "bing", "value": "a"}]}, "message 1: unknown role 'bing'"),
     ({"conversations": [3]}, "message 1 must be an object"),
-    ({"conversations": [{"value": "a"}]}, "message 1 must be an object with a role"),
-    ({"messages": []}, "non-empty"),
-    ({"messages": "a"}, "must be a non-empty list"),
     ({"prompt": "a", "completion": " "}, "an answer is empty"),
     ({"prompt": ["a"], "completion": "b"}, "'prompt' is not a string"),
     ({"instruction": "a", "input": 3, "output": "b"}, "'input' is not a string"),
@@ -270,12 +261,12 @@ NO_ROWS = (
 
 
 @pytest.mark.parametrize(("bad", "words"), [(bad, words) for bad, *words in NO_ROWS])
-def test_a_row_that_is_none_is_named_by_its_line(plain, tmp_path, bad, words):
+def test_invalid_row_names_its_line(plain, tmp_path, bad, words):
     with complains("rows.jsonl, line 2: ", *words):
         examples(rows(tmp_path / "rows.jsonl", {"messages": TURN}, bad), plain)
 
 
-def test_folders_and_compressed_files_are_read_and_others_refused(plain, tmp_path):
+def test_directories_and_gzip_files_are_read(plain, tmp_path):
     def refused(path, *words):
         with complains(*words):
             examples(path, plain)

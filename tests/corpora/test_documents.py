@@ -1,5 +1,3 @@
-"""Documents out of files: which are taken, the same from every kind, cut where no tokenizer can notice."""
-
 import gzip
 import json
 import random
@@ -72,10 +70,7 @@ def refuse(error, words, path, field="text", **how):
         list(documents([path], field, **how))
 
 
-# Documents and pieces
-
-
-def test_every_kind_of_file_gives_the_same_documents(tmp_path):
+def test_file_kinds_give_equal_documents(tmp_path):
     for kind in ("jsonl", "jsonl.gz", "parquet", "txt", "md", "txt.gz", "log"):
         expected = [text for text in TEXTS if text] if kind[:1] in "jp" else ["".join(TEXTS)]
         assert list(documents([some_file(tmp_path, kind, TEXTS)], "text")) == expected, kind
@@ -83,8 +78,8 @@ def test_every_kind_of_file_gives_the_same_documents(tmp_path):
 
 @needs_gpt2
 @pytest.mark.parametrize("seed", range(4))
-def test_the_ids_of_the_pieces_are_those_of_the_whole_text(tmp_path, small_pieces, monkeypatch, seed):
-    monkeypatch.setattr(cutting, "LIMIT", 10**6)  # never where it would show
+def test_pieces_have_ids_of_whole_text(tmp_path, small_pieces, monkeypatch, seed):
+    monkeypatch.setattr(cutting, "LIMIT", 10**6)  # no forced cuts
     text = random_text(seed)
     found = [text for text, _ in parts_of(written(tmp_path / "a.txt", text.encode()))]
     whole = text.removeprefix("\ufeff").replace("\r\n", "\n")
@@ -98,8 +93,7 @@ UNITS = [unit.encode() * 200 for unit in ("中文字", "é", "🙂a", "\r\n", " 
 
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.lists(st.sampled_from(SOME), max_size=400).map(b"".join) | st.sampled_from(UNITS))
-def test_pieces_are_the_whole_text_and_what_is_no_utf8_is_replaced_and_counted(tmp_path, small_pieces, raw):
-    """Also where there is no place to cut."""
+def test_pieces_join_to_whole_text(tmp_path, small_pieces, raw):
     path = written(tmp_path / "a.txt", raw or b"x")
     whole, found = path.read_bytes().decode("utf-8", "replace"), parts_of(path)
     assert "".join(text for text, _ in found) == whole.removeprefix("\ufeff").replace("\r\n", "\n")
@@ -108,7 +102,7 @@ def test_pieces_are_the_whole_text_and_what_is_no_utf8_is_replaced_and_counted(t
     assert max(sizes) <= 80 and len(sizes) >= len(raw) // 80
 
 
-def test_half_a_pair_is_replaced_and_byte_order_marks_are_dropped_at_the_beginning(tmp_path, small_pieces):
+def test_surrogates_are_replaced_and_marks_dropped(tmp_path, small_pieces):
     (half_a_pair,) = parts_of(written(tmp_path / "a.jsonl", rb'{"text": "a\ud83d b \ud83d\ude42"}'))
     assert half_a_pair == ("a\ufffd b 🙂", 1)
     text = written(tmp_path / "a.txt", "\ufeffone\ufeff two ".encode() * 9)
@@ -118,7 +112,7 @@ def test_half_a_pair_is_replaced_and_byte_order_marks_are_dropped_at_the_beginni
 
 
 @pytest.mark.parametrize("kind", ["txt", "txt.gz", "jsonl", "jsonl.gz", "parquet"])
-def test_reading_can_begin_with_any_piece(kind, tmp_path, small_pieces):
+def test_reading_resumes_at_any_piece(kind, tmp_path, small_pieces):
     path = some_file(tmp_path, kind, [f"document {i} " for i in range(60)])
     inputs = find_inputs([path, path])
     everything = list(pieces(inputs, "text", Offset()))
@@ -133,10 +127,7 @@ def test_reading_can_begin_with_any_piece(kind, tmp_path, small_pieces):
         assert follows is None or follows.data == everything[number + 1].data
 
 
-# Refusals
-
-
-def test_a_line_or_row_that_is_no_document_is_named(tmp_path, small_pieces):
+def test_invalid_line_or_row_is_named(tmp_path, small_pieces):
     for line, message in (
         (b"no", "not JSON: 'no'"),
         (b"[" * 100_000, "not JSON"),
@@ -155,7 +146,7 @@ def test_a_line_or_row_that_is_no_document_is_named(tmp_path, small_pieces):
         refuse(DataError, (where, "1.953 KiB", "--max-document"), long, max_document=2000)
 
 
-def test_a_damaged_gzip_file_or_table_is_refused(tmp_path, monkeypatch):
+def test_corrupt_gzip_or_table_is_rejected(tmp_path, monkeypatch):
     whole = gzip.compress(random_text(1).encode())
     for damaged in (whole[:-9], whole[:30] + b"\0\0\0" + whole[33:], b"text"):
         (tmp_path / "a.txt.gz").write_bytes(damaged)
@@ -174,21 +165,18 @@ def test_a_damaged_gzip_file_or_table_is_refused(tmp_path, monkeypatch):
     refuse(UsageError, "pip install 'distgpt[parquet]'", path)
 
 
-# Which files are taken
-
-
 def names(folder):
     return [source.name for source in find_inputs([folder])]
 
 
-def test_folders_are_searched_in_order_for_known_endings(tmp_path):
+def test_directories_are_searched_in_order(tmp_path):
     for name in ("b.txt", "a/z.md", "a/b/c.TXT", "a.txt", "no.dat", ".hidden.txt", ".git/x.txt"):
         written(tmp_path / name, name.encode())
     assert names(tmp_path) == ["a/b/c.TXT", "a/z.md", "a.txt", "b.txt"]
     assert list(documents([tmp_path / "no.dat", tmp_path / "a"], "text")) == ["no.dat", "a/b/c.TXT", "a/z.md"]
 
 
-def test_linked_folders_are_entered_once_and_circles_end(tmp_path):
+def test_linked_directories_are_entered_once(tmp_path):
     inputs, elsewhere = tmp_path / "inputs", tmp_path / "elsewhere"
     written(inputs / "a.txt")
     written(elsewhere / "b.txt")
@@ -197,7 +185,7 @@ def test_linked_folders_are_entered_once_and_circles_end(tmp_path):
     assert names(inputs) == ["a.txt", "linked/b.txt"]
 
 
-def test_what_cannot_be_read_is_refused_and_not_left_out_silently(tmp_path, monkeypatch):
+def test_unreadable_inputs_are_rejected(tmp_path, monkeypatch):
     refuse(DataError, "not a file", tmp_path / "none")
     refuse(DataError, "has no files that end in", tmp_path)
     refuse(DataError, "not a regular file", Path("/dev/null"))
@@ -212,17 +200,14 @@ def test_what_cannot_be_read_is_refused_and_not_left_out_silently(tmp_path, monk
     (link := tmp_path / "b.txt").symlink_to(tmp_path / "none")
     refuse(StorageError, "b.txt: No such file", tmp_path)
     link.unlink()
-    with tempfile.TemporaryDirectory() as name:  # where others may enter
+    with tempfile.TemporaryDirectory() as name:  # accessible to other users
         Path(name).chmod(0o755)
         written(Path(name, "locked", "b.txt")).parent.chmod(0o000)
         with unprivileged():
             refuse(StorageError, "locked: Permission denied", Path(name))
 
 
-# Several workers
-
-
-def test_results_come_in_order_from_few_items_at_a_time(monkeypatch):
+def test_results_keep_order_with_few_in_flight(monkeypatch):
     monkeypatch.setattr(preparing, "LARGEST_QUEUE", 300)
     read, begun, done, threads = [], [], [], threading.active_count()
 
@@ -248,10 +233,7 @@ def test_results_come_in_order_from_few_items_at_a_time(monkeypatch):
     assert done == [*range(7)] and len(begun) < 50 and threading.active_count() == threads
 
 
-# Input that hurts
-
-
-def test_a_bomb_is_refused_in_bounded_memory_with_file_and_line(tmp_path):
+def test_gzip_bomb_is_rejected_in_bounded_memory(tmp_path):
     path = written(tmp_path / "a.jsonl.gz", b'{"text": "fine"}\n{"text": "' + b"a" * (64 << 20) + b'"}\n')
     tracemalloc.start()
     with pytest.raises(DataError, match=r"a\.jsonl\.gz, line 2 is longer than 1 MiB; raise --max-document"):
@@ -260,25 +242,18 @@ def test_a_bomb_is_refused_in_bounded_memory_with_file_and_line(tmp_path):
     tracemalloc.stop()
 
 
-MANY = 64  # rows, all of which were decoded at once
+MANY = 64  # rows
 BOMBS = {
     "in its dictionary": ({}, 8, MANY, "row 1, is longer than 1 MiB; raise --max-document", 40),
     "in a dictionary that pandas made": ({"typed": True}, 8, MANY, "row 1, is longer than 1 MiB", 40),
-    "of the text before": (
-        {"use_dictionary": False, "column_encoding": {"text": "DELTA_BYTE_ARRAY"}},
-        0.9,
-        MANY,
-        "",
-        8,
-    ),
+    "of prefixes": ({"use_dictionary": False, "column_encoding": {"text": "DELTA_BYTE_ARRAY"}}, 0.9, MANY, "", 8),
     "plain": ({"use_dictionary": False}, 32, 1, "a text of row group 0 is longer than 1 MiB", 1),
 }
 
 
 @pytest.mark.ci
 @pytest.mark.parametrize("kind", BOMBS)
-def test_a_table_whose_texts_are_repetitions_is_read_in_bounded_memory(kind, tmp_path):
-    """A dictionary, or what a text shares with the one before, takes a few bytes for each repetition."""
+def test_repetitive_table_is_read_in_bounded_memory(kind, tmp_path):
     arrow = pytest.importorskip("pyarrow")
     options, megabytes, rows, message, most = BOMBS[kind]
     options = {"compression": "zstd", "store_schema": "typed" in options, **options}
@@ -300,7 +275,7 @@ def test_a_table_whose_texts_are_repetitions_is_read_in_bounded_memory(kind, tmp
         arrow.set_memory_pool(former)
 
 
-def test_a_column_that_is_a_dictionary_gives_its_texts(tmp_path):
+def test_dictionary_column_gives_its_documents(tmp_path):
     arrow = pytest.importorskip("pyarrow")
     texts = [random_text(seed, 20) for seed in range(5)] * 40
     column = arrow.array(texts).dictionary_encode()
@@ -311,7 +286,7 @@ def test_a_column_that_is_a_dictionary_gives_its_texts(tmp_path):
 
 
 @pytest.mark.parametrize("text", ["harbour" * 60_000, " " * 400_000], ids=["letters", "blanks"])
-def test_learning_from_text_without_blanks_takes_linear_time(text):
+def test_learning_without_blanks_takes_linear_time(text):
     pytest.importorskip("tokenizers")
     begun = time.monotonic()
     learned = learn_bpe([text, "harbour lamps " * 50], 400, 2, "last")

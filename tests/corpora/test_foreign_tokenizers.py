@@ -1,5 +1,3 @@
-"""Tokenizers from the files of others: tokenizer.json, vocab.json and merges.txt; and `distgpt tokenizer`."""
-
 import json
 
 import pytest
@@ -17,11 +15,10 @@ PLAIN = (STORY[:2000], "1234567 in 2026", " two  blanks ", "naïve e\u0301 中�
 
 @pytest.fixture(params=FAMILIES)
 def both(request, tmp_path):
-    """Our tokenizer and the library's own."""
     return write_family(tmp_path / "model", request.param), Tokenizer.from_str(document(request.param))
 
 
-def test_a_text_has_the_ids_and_the_text_that_the_library_gives_it(both):
+def test_text_has_ids_of_library(both):
     ours, library = both
     for text in PLAIN:
         ids = ours.encode(text).tolist()
@@ -31,7 +28,7 @@ def test_a_text_has_the_ids_and_the_text_that_the_library_gives_it(both):
         assert "".join(map(streamer.feed, ids)) + streamer.flush() == ours.decode(ids)
 
 
-def test_no_text_spells_a_special_token(both):
+def test_text_cannot_spell_special_tokens(both):
     ours, library = both
     for spelled, token in ours.specials.items():
         assert token == library.token_to_id(spelled)
@@ -41,8 +38,8 @@ def test_no_text_spells_a_special_token(both):
     assert len(ours.specials) >= 3
 
 
-def test_parts_have_the_ids_of_the_whole_and_a_prompt_begins_as_the_post_processor_says(both):
-    """The library's own way finds special tokens in the text, and what follows one is not a beginning."""
+def test_parts_have_ids_of_whole_text(both):
+    """The library finds special tokens in the text, and text after one is not a beginning."""
     ours, library = both
     assert ours.encode_prompt("The lamp") == library.encode("The lamp").ids
     spelled, token = list(ours.specials.items())[-1]
@@ -53,7 +50,7 @@ def test_parts_have_the_ids_of_the_whole_and_a_prompt_begins_as_the_post_process
     assert ends[first - 1] == 7 and ends[first] == 7 + len(spelled) and ends[first + 1] == 7 + 2 * len(spelled)
 
 
-def test_what_is_saved_comes_back_with_its_chat_template(both):
+def test_saved_tokenizer_keeps_chat_template(both):
     ours, _ = both
     chat = ChatTemplate("{{ bos_token }}", {"bos_token": "<s>"}, (1,))
     back = tokenizer_from_json(ours.with_chat(chat).to_json(), "a file")
@@ -62,7 +59,7 @@ def test_what_is_saved_comes_back_with_its_chat_template(both):
     assert fingerprint(back) == fingerprint(ours)
 
 
-def test_the_files_beside_name_template_and_ends(tmp_path):
+def test_other_files_set_template_and_ends(tmp_path):
     folder = tmp_path / "model"
     named = [{"name": "tools", "template": "no"}, {"name": "default", "template": "yes"}]
     special = {"content": "<|im_end|>", "special": True}
@@ -80,31 +77,8 @@ def test_the_files_beside_name_template_and_ends(tmp_path):
         load_tokenizer(str(folder))
 
 
-def test_a_document_that_cannot_encode_every_text_or_is_damaged_is_refused(tmp_path):
-    llama = json.loads(document("llama3"))
-    sentences = json.loads(document("tinyllama"))
-    path = tmp_path / "tokenizer.json"
-    for change, message in (
-        (llama | {"decoder": None}, "its decoder is missing"),
-        (llama | {"decoder": {"type": "WordPiece", "prefix": "##", "cleanup": True}}, "decoder is WordPiece"),
-        (sentences | {"model": sentences["model"] | {"byte_fallback": False}}, "no tokens for single bytes"),
-        (llama | {"model": llama["model"] | {"vocab": {}}}, "its model, 'BPE', has no vocabulary"),
-        (llama | {"model": llama["model"] | {"vocab": {"a": -1}}}, "'a' has the invalid ID -1"),
-        (llama | {"model": llama["model"] | {"merges": [["zz", "qq"]]}}, "rejected by the tokenizers library"),
-        (llama | {"pre_tokenizer": {"type": "Magic"}}, "rejected by the tokenizers library"),
-        (llama | {"added_tokens": [{"id": 3}]}, "has no content"),
-        (llama | {"added_tokens": llama["added_tokens"][:1] * 2}, "is listed twice"),
-        # Over this prefix the library ends the process.
-        (llama | {"model": llama["model"] | {"continuing_subword_prefix": "é"}}, "continuing_subword_prefix"),
-        (llama | {"added_tokens": [{"id": 1 << 40, "content": "<x>", "special": True}]}, "has the invalid ID"),
-    ):
-        path.write_text(json.dumps(change))
-        with complains(message):
-            load_tokenizer(str(path))
-
-
-def test_special_tokens_do_not_fall_on_other_entries(tmp_path):
-    """The library would number tokens that it does not know by their count: here as the last entries."""
+def test_special_tokens_keep_their_ids(tmp_path):
+    """The library numbers unknown tokens by their count, which would be the last entries' IDs here."""
     found = json.loads(document("smollm2"))
     vocab = found["model"]["vocab"]
     for token in found["added_tokens"]:
@@ -121,8 +95,8 @@ def test_special_tokens_do_not_fall_on_other_entries(tmp_path):
     assert tokenizer.encode_parts([text, *specials])[0].tolist() == [vocab[last], *specials]
 
 
-def test_a_character_whose_bytes_the_vocabulary_lacks_is_named(tmp_path):
-    """The library would leave it out."""
+def test_missing_byte_names_the_character(tmp_path):
+    """The library would drop it."""
     lacking = json.loads(document("smollm2"))
     vocab = {text: i for text, i in lacking["model"]["vocab"].items() if text != symbols()[0xAD]}
     (tmp_path / "tokenizer.json").write_text(json.dumps(lacking | {"model": lacking["model"] | {"vocab": vocab}}))
@@ -133,7 +107,7 @@ def test_a_character_whose_bytes_the_vocabulary_lacks_is_named(tmp_path):
 
 
 def hugging_face(special="<|endoftext|>", tokenizer=None):
-    """What `tokenizers` itself writes for a BPE, by default the small one, as a document."""
+    """Return the document that `tokenizers` writes for a BPE, by default the small one."""
     tokenizer = tokenizer or small()
     entries = {entry: i for i, entry in enumerate(tokenizer.vocabulary[:-1])}
     library = Tokenizer(models.BPE(entries, list(tokenizer.merges)))
@@ -148,10 +122,7 @@ def loaded(path, document):
     return load_tokenizer(str(path))
 
 
-# Files
-
-
-def test_every_foreign_form_gives_the_same_tokenizer(tmp_path):
+def test_every_file_layout_gives_equal_tokenizer(tmp_path):
     merges_as_strings = hugging_face()
     merges_as_strings["model"]["merges"] = [" ".join(pair) for pair in merges_as_strings["model"]["merges"]]
     write_gpt2_style(tmp_path)
@@ -166,7 +137,7 @@ def test_every_foreign_form_gives_the_same_tokenizer(tmp_path):
         assert tokenizer.to_json() == small().to_json(), form
 
 
-def test_one_special_token_is_the_separator_whatever_it_is_called(tmp_path):
+def test_single_special_token_is_the_separator(tmp_path):
     for special in ("", "<end of text>", "ende\u0301"):
         tokenizer = loaded(tmp_path / "tokenizer.json", hugging_face(special))
         assert tokenizer.separator == (tokenizer.size - 1 if special else None)
@@ -174,7 +145,7 @@ def test_one_special_token_is_the_separator_whatever_it_is_called(tmp_path):
         assert tokenizer.encode(TEXT).tolist() == small().encode(TEXT).tolist(), special
 
 
-def test_another_way_to_prepare_text_is_left_to_the_library(tmp_path):
+def test_other_preprocessing_uses_the_library(tmp_path):
     byte_level = pre_tokenizers.ByteLevel
     without_rule = byte_level(add_prefix_space=False, use_regex=False)
     digits = pre_tokenizers.Split(Regex(r"\p{N}{1,3}"), "isolated")
@@ -192,30 +163,38 @@ def test_another_way_to_prepare_text_is_left_to_the_library(tmp_path):
         assert found.encode("it's 1234, é").tolist() == library.encode("it's 1234, é").ids, part
 
 
-def test_another_model_a_damaged_one_or_senseless_added_tokens_are_refused(tmp_path):
-    of_model = [
-        ({"type": "WordPiece"}, "its decoder is missing"),
-        ({"end_of_word_suffix": "</w>"}, "sets end_of_word_suffix"),
-        ({"vocab": None}, "no vocabulary or no merges"),
-        ({"merges": ["a b c"]}, "['a', 'b', 'c'] is not a pair"),
-        ({"vocab": {"a": 0, "b": 2}}, "'b' has the ID 2"),
-        ({"vocab": {"a": "0"}}, "has the ID '0'"),
-    ]
-    added = [
-        ({"id": 399, "content": "    ", "special": False}, "its decoder is missing"),
-        ({"id": 400, "content": "<|endoftext|>", "special": True}, "has the ID 400"),
-        ({"id": 399}, "has no content"),
-    ]
-    good = hugging_face("")
-    for change, words in (
-        *(({"model": good["model"] | change}, words) for change, words in of_model),
-        *(({"added_tokens": [token]}, words) for token, words in added),
+def test_unusable_document_is_rejected(tmp_path):
+    llama, sentences, plain = json.loads(document("llama3")), json.loads(document("tinyllama")), hugging_face("")
+
+    def model(base, **changes):
+        return base | {"model": base["model"] | changes}
+
+    for change, message in (
+        (llama | {"decoder": None}, "its decoder is missing"),
+        (llama | {"decoder": {"type": "WordPiece", "prefix": "##", "cleanup": True}}, "decoder is WordPiece"),
+        (model(sentences, byte_fallback=False), "no tokens for single bytes"),
+        (model(llama, vocab={}), "its model, 'BPE', has no vocabulary"),
+        (model(llama, vocab={"a": -1}), "'a' has the invalid ID -1"),
+        (model(llama, merges=[["zz", "qq"]]), "rejected by the tokenizers library"),
+        (llama | {"pre_tokenizer": {"type": "Magic"}}, "rejected by the tokenizers library"),
+        (llama | {"added_tokens": [{"id": 3}]}, "has no content"),
+        (llama | {"added_tokens": llama["added_tokens"][:1] * 2}, "is listed twice"),
+        # The library aborts the process on this prefix.
+        (model(llama, continuing_subword_prefix="é"), "continuing_subword_prefix"),
+        (llama | {"added_tokens": [{"id": 1 << 40, "content": "<x>", "special": True}]}, "has the invalid ID"),
+        (model(plain, end_of_word_suffix="</w>"), "sets end_of_word_suffix"),
+        (model(plain, vocab=None), "no vocabulary or no merges"),
+        (model(plain, merges=["a b c"]), "['a', 'b', 'c'] is not a pair"),
+        (model(plain, vocab={"a": 0, "b": 2}), "'b' has the ID 2"),
+        (model(plain, vocab={"a": "0"}), "has the ID '0'"),
+        (plain | {"added_tokens": [{"id": 399, "content": "    ", "special": False}]}, "its decoder is missing"),
+        (plain | {"added_tokens": [{"id": 400, "content": "<|endoftext|>", "special": True}]}, "has the ID 400"),
     ):
-        with complains("tokenizer.json", words):
-            loaded(tmp_path / "tokenizer.json", good | change)
+        with complains("tokenizer.json", message):
+            loaded(tmp_path / "tokenizer.json", change)
 
 
-def test_damaged_vocab_and_merges_are_refused(tmp_path):
+def test_invalid_vocab_and_merges_are_rejected(tmp_path):
     vocab, merges = tmp_path / "vocab.json", tmp_path / "merges.txt"
     for damage, path, *words in (
         (lambda: write_gpt2_style(tmp_path, ["a b c"]), tmp_path, "merges.txt", "line 1 ", "'a b c'"),
@@ -229,16 +208,11 @@ def test_damaged_vocab_and_merges_are_refused(tmp_path):
             load_tokenizer(str(path))
 
 
-# The command
-
-
-def test_a_bpe_learned_from_a_file_is_saved_and_described(tmp_path):
+def test_trained_bpe_is_saved_and_described(tmp_path):
     (tmp_path / "text.txt").write_bytes(b"\xef\xbb\xbf" + STORY.replace("\n", "\r\n").encode())
     out = tmp_path / "bpe.json"
-    assert (
-        done("tokenizer", "train", tmp_path / "text.txt", "--vocab-size", "500", "--out", out)
-        == f"{out}: BPE, 500 entries\n"
-    )
+    printed = done("tokenizer", "train", tmp_path / "text.txt", "--vocab-size", "500", "--out", out)
+    assert printed == f"{out}: BPE, 500 entries\n"
     learned = load_tokenizer(str(out))
     assert learned.to_json() == learn_bpe([STORY], 500, 2, "last").to_json()
     page = inside("tokenizer", "info", out, "--text", "the é\n").stdout
@@ -246,7 +220,7 @@ def test_a_bpe_learned_from_a_file_is_saved_and_described(tmp_path):
     assert r"he│ │\xc3│\xa9│\n" in page
 
 
-def test_options_reach_the_learning(tmp_path):
+def test_training_options_are_used(tmp_path):
     out = tmp_path / "out.json"
     options = ["--min-frequency", "30", "--separator", "first"]
     printed = done("tokenizer", "train", "story", "--vocab-size", "9000", "--out", out, *options)
@@ -274,7 +248,7 @@ REFUSED = (
 )
 
 
-def test_what_makes_no_sense_is_refused_and_nothing_is_left_behind(tmp_path):
+def test_invalid_tokenizer_commands_leave_nothing(tmp_path):
     (tmp_path / "FOLDER").mkdir()
     for name, content in (("EMPTY", b""), ("BINARY", b"\xff\xfe"), ("TAKEN", b'{"mine": "dear"}')):
         (tmp_path / name).write_bytes(content)

@@ -1,5 +1,3 @@
-"""Tokenizers of others that lengthen texts, fail or never end: one line, and no memory or time is lost."""
-
 import json
 import threading
 import time
@@ -32,27 +30,27 @@ METASPACE = {"type": "Metaspace", "replacement": "▁", "prepend_scheme": "alway
 @pytest.mark.parametrize("change", [
     hostiletokenizers.bomb(),
     byte_level(normalizer=replace("a", "a" * 17)),
-    byte_level(normalizer=replace("", "a")),  # between all characters
+    byte_level(normalizer=replace("", "a")),  # inserts between all characters
     byte_level(normalizer=replace("(?=a)", "a" * 16, "Regex")),
-    byte_level(normalizer={"pattern": {"String": "a"}, "content": "a" * 17}),  # as old files have it
+    byte_level(normalizer={"pattern": {"String": "a"}, "content": "a" * 17}),  # the format of old files
     byte_level(normalizer={"type": "Prepend", "prepend": "a" * 16}),
     byte_level(normalizer=sequence(sequence(*[{"type": "ByteLevel"}] * 4))),
     byte_level(pre_tokenizer={"type": "Sequence", "pretokenizers": [METASPACE] * 5}),
     byte_level(normalizer=charsmap(b"x" * 300 + b"\0")),
     byte_level(normalizer=sequence(*[charsmap(b"x" * 18 + b"\0")] * 2)),
 ])  # fmt: skip
-def test_a_document_that_lengthens_texts_is_refused_before_it_is_used(change):
+def test_growing_document_is_rejected(change):
     with complains("a file: its normalizer and pre-tokenizer ", "times as long"):
         LibraryTokenizer(change, "a file")
 
 
-def test_steps_of_known_families_are_taken():
+def test_known_families_pass_growth_check():
     blank, words = "▁", Regex(r" {2,}")
     for before in (
         [normalizers.NFC(), normalizers.Replace(Regex(r"\s+"), " "), normalizers.Lowercase()],  # CLIP
         [normalizers.Prepend(blank), normalizers.Replace(" ", blank)],  # Llama 2
         [normalizers.NFKC(), normalizers.NFKD(), normalizers.StripAccents(), normalizers.Nmt()],
-        [normalizers.Strip(), normalizers.Replace(words, blank)],  # T5 and its kind, with their table
+        [normalizers.Strip(), normalizers.Replace(words, blank)],  # T5, with its table
     ):
         for after in (pre_tokenizers.ByteLevel(add_prefix_space=True), pre_tokenizers.Metaspace()):  # RoBERTa
             found = Tokenizer.from_str(json.dumps(byte_level(normalizer=charsmap(b"x" * 18 + b"\0"))))
@@ -71,21 +69,21 @@ STEPS = [
 
 @given(st.text("abc 中\ufdfaİ🙂é'1.", min_size=1) | st.text(min_size=1))
 @example("\ufdfa\ufdfa")
-def test_the_bound_holds_for_every_step(text):
+def test_growth_bound_holds_for_every_step(text):
     for step in STEPS:
         about, is_first = json.loads(step.__getstate__()), hasattr(step, "normalize_str")
         made = step.normalize_str(text) if is_first else "".join(p for p, _ in step.pre_tokenize_str(text))
-        # Symbols for bytes count by what they come from: two for a character of two bytes.
+        # Byte symbols count by source characters: two for a character of two bytes.
         size = max(len(text), len(text.encode()) / 2) if about["type"] == "ByteLevel" else len(text)
         assert len(made) <= size * (most := growth(about)) * (library.TABLES if most == 1 else 1), about
 
 
-def test_steps_by_unicode_s_tables_make_tables_characters_of_one_at_most():
+def test_unicode_tables_grow_within_bound():
     assert max(len(unicodedata.normalize("NFKD", chr(code).lower())) for code in range(0x110000)) == library.TABLES
 
 
 @pytest.mark.parametrize("name", FAILING)
-def test_what_the_library_fails_at_is_one_line(name, tmp_path):
+def test_library_failure_is_one_line(name, tmp_path):
     path = tmp_path / "tokenizer.json"
     path.write_text(json.dumps(FAILING[name]()))
     result = inside("tokenizer", "info", path, "--text", TEXT)
@@ -93,8 +91,8 @@ def test_what_the_library_fails_at_is_one_line(name, tmp_path):
     assert "Traceback" not in result.stderr
 
 
-def test_an_expression_that_never_ends_is_an_error(monkeypatch):
-    """Meanwhile no other text is begun; once it has ended all is as before."""
+def test_endless_expression_times_out(monkeypatch):
+    """Other text is rejected until the expression has ended."""
     monkeypatch.setattr(library, "SECONDS", 0.2)
     tokenizer = LibraryTokenizer(slow(), "a file")
     begun = time.monotonic()
@@ -108,8 +106,8 @@ def test_an_expression_that_never_ends_is_an_error(monkeypatch):
     assert tokenizer.decode(tokenizer.encode("a")) == "a"
 
 
-def test_other_threads_run_while_a_long_text_is_encoded():
-    """As a server's event loop has to. The library's threads would be as many as there are processors."""
+def test_long_encoding_lets_threads_run():
+    """A server's event loop must run. The library would start one thread per processor."""
     tokenizer, turns, ended = LibraryTokenizer(byte_level(), "a file"), [], threading.Event()
     before = threading.active_count(), len(list(Path("/proc/self/task").iterdir()))
     thread = threading.Thread(
@@ -121,11 +119,11 @@ def test_other_threads_run_while_a_long_text_is_encoded():
     until = time.monotonic()
     ended.set()
     thread.join()
-    assert sum(begun < turn < until for turn in turns) > 5  # otherwise one, while it enters
+    assert sum(begun < turn < until for turn in turns) > 5  # at most one if the lock is held
     assert (threading.active_count(), len(list(Path("/proc/self/task").iterdir()))) <= before
 
 
-def test_only_what_may_be_slow_pays_for_a_thread():
+def test_only_slow_steps_need_a_thread():
     for family in FAMILIES:
         assert not may_be_slow(Tokenizer.from_str(document(family))), family
     for change in (
@@ -137,7 +135,7 @@ def test_only_what_may_be_slow_pays_for_a_thread():
     assert may_be_slow(Tokenizer.from_str(json.dumps(FAILING["no unknown word"]())))
 
 
-def test_every_command_that_meets_such_a_document_ends_with_65(tmp_path):
+def test_commands_reject_hostile_documents(tmp_path):
     config = RunConfig(model=ModelConfig(vocab_size=640, seq_len=64, n_layer=1, n_head=1, n_embd=8))
     arrays = {spec.name: np.zeros(spec.shape, np.float32) for spec in Architecture(config.model).layout.specs}
     about, weights = Description(config, failing()).to_metadata(), tmp_path / "w.safetensors"

@@ -1,5 +1,3 @@
-"""Packing: rows against the plain way to find them, what a batch holds, and any step at any time."""
-
 import numpy as np
 import pytest
 from complaints import complains
@@ -15,7 +13,7 @@ LENGTHS = st.sampled_from([2, 4, 9, 80]).flatmap(lambda most: st.lists(st.intege
 
 
 def plain(lengths, room):
-    """Rows of (document, tokens taken) by best fit, one document after the other."""
+    """Return rows of (document, tokens taken) by best fit, one document at a time."""
     left, rows = sorted(range(len(lengths)), key=lambda i: (lengths[i], i)), []
     while left:
         row, missing = [], room
@@ -35,7 +33,7 @@ def starts_of(lengths):
 
 
 def corpus(lengths, rest=0):
-    """Documents that begin with a separator, each with numbers of its own; before them the rest of one."""
+    """Return documents of distinct IDs that start with a separator, after the rest of another one."""
     ids, starts = np.arange(1, rest + sum(lengths) + 1, dtype=np.uint16), rest + starts_of(lengths)
     ids[starts] = SEPARATOR
     return ids, starts
@@ -46,7 +44,7 @@ def corpus(lengths, rest=0):
 @example([3] * 100, 12)
 @example([1, 1, 2, 2, 2, 2, 2], 4)
 @example([1], 2)
-def test_rows_are_those_that_the_plain_way_finds(lengths, room):
+def test_rows_match_plain_packing(lengths, room):
     tokens, starts = sum(lengths), starts_of(lengths)
     plan, rows = pack(starts, tokens, room), plain(lengths, room)
     assert len(plan) == len(rows)
@@ -60,7 +58,7 @@ def test_rows_are_those_that_the_plain_way_finds(lengths, room):
     assert plan.cut_off == tokens - sum(length for row, _ in rows for _, length in row)
 
 
-def test_documents_begin_at_separators_and_long_ones_are_cut_into_rows(monkeypatch):
+def test_documents_start_at_separators(monkeypatch):
     monkeypatch.setattr(packing, "AT_ONCE", 7)
     for rest in (0, 5):
         ids, starts = corpus([4, 1, 9, 30, 2], rest)
@@ -74,7 +72,7 @@ def test_documents_begin_at_separators_and_long_ones_are_cut_into_rows(monkeypat
 
 
 @given(LENGTHS, st.integers(2, 20), st.integers(1, 9))
-def test_an_epoch_holds_every_row_once_and_each_begins_with_a_part_of_a_document(lengths, seq_len, batch_size):
+def test_epoch_has_every_row_once(lengths, seq_len, batch_size):
     ids, starts = corpus(lengths)
     batches = PackedBatches(ArrayTokens(ids), seq_len, batch_size, 5, SEPARATOR)
     per_epoch = batches.windows_per_epoch
@@ -85,13 +83,13 @@ def test_an_epoch_holds_every_row_once_and_each_begins_with_a_part_of_a_document
     first, second = np.split(np.column_stack([x, y[:, -1]]), [per_epoch])
     assert sorted(first.tolist()) == sorted(second.tolist())
     assert per_epoch < 20 or first.tolist() != second.tolist()
-    own = first[first > 0]  # no token but separators is in two rows, except those that fill the last one
+    own = first[first > 0]  # only separators and the last row's filling repeat
     if len(ids) > seq_len:
         assert per_epoch * (seq_len + 1) >= len(ids) - batches.plan.cut_off > (per_epoch - 1) * (seq_len + 1)
         assert len(own) - len(np.unique(own)) <= seq_len
 
 
-def test_the_seed_and_the_step_decide_whatever_was_asked_before_and_by_how_many_ranks():
+def test_seed_and_step_determine_batches():
     ids, _ = corpus(np.random.default_rng(4).integers(1, 60, 150).tolist(), rest=3)
     made = [PackedBatches(ArrayTokens(ids), 9, 8, seed, SEPARATOR) for seed in (1, 1, 2)]
     steps = [10**9, 7, 0, 3]
@@ -105,8 +103,8 @@ def test_the_seed_and_the_step_decide_whatever_was_asked_before_and_by_how_many_
 
 
 @pytest.mark.ci
-def test_many_documents_are_packed_at_once():
-    """A million of them: one by one, each compared with the others, they would take minutes."""
+def test_many_documents_are_packed_quickly():
+    """A million documents would take minutes if each were compared with the others."""
     lengths = np.random.default_rng(0).integers(1, 2000, 1_000_000)
     plan = pack(starts_of(lengths), int(lengths.sum()), 1025)
     assert np.array_equal(np.unique(plan.starts), starts_of(lengths))

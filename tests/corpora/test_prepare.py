@@ -1,5 +1,3 @@
-"""distgpt data prepare: every document once, in shards of the right sizes; interruptions change nothing."""
-
 import io
 import json
 import os
@@ -9,6 +7,7 @@ import tempfile
 from collections import Counter
 from pathlib import Path
 
+import preparing as steps
 import pytest
 from complaints import complains, done
 from distgpt.core.base.errors import DataError, DistgptError, StorageError, UsageError
@@ -18,27 +17,17 @@ from distgpt.corpora.prepare.preparing import Progress, prepare, reserved
 from distgpt.corpora.shards import read_manifest, shards_tokenizer, verify_shards
 from hypothesis import Phase, example, given, settings
 from hypothesis import strategies as st
-from preparing import (
-    Quiet,
-    contents,
-    everything,
-    in_steps,
-    inputs,  # noqa: F401
-    interrupt,
-    json_lines,
-    refuse,
-    request,
-    small,  # noqa: F401
-    text_of,
-)
+from preparing import Quiet, contents, everything, in_steps, interrupt, json_lines, refuse, request, text_of
 from tokenizing import small as small_bpe
 
 from conftest import inside, refused
 
+inputs, small = steps.inputs, steps.small  # fixtures
+
 
 @pytest.fixture(scope="module")
 def mixed(tmp_path_factory):
-    """Two kinds of lines, one file each, and their texts."""
+    """Return a directory of two files of JSON lines, and their documents."""
     folder, texts = tmp_path_factory.mktemp("mixed") / "mixed", []
     folder.mkdir()
     for kind in "ab":
@@ -64,8 +53,7 @@ HELD_OUT = st.one_of(
     steps=st.tuples(st.integers(300, 900), st.integers(3, 50), st.integers(40, 2000), st.integers(300, 2000)),
 )
 @example(0, 1000, {"val_fraction": 0.1}, "auto", 1, (400, 7, 40, 900))
-def test_every_document_is_there_once(mixed, seed, shard_tokens, held_out, separator, workers, steps):
-    """In their order or that of a seed, whatever the sizes of pieces and the number of threads are."""
+def test_every_document_is_written_once(mixed, seed, shard_tokens, held_out, separator, workers, steps):
     texts, between = mixed[1], {"auto": "\n", "none": ""}.get(separator, separator)
     asked = {"seed": seed, "shard_tokens": shard_tokens, "separator": separator, **held_out}
     with tempfile.TemporaryDirectory() as name:
@@ -84,7 +72,7 @@ def test_every_document_is_there_once(mixed, seed, shard_tokens, held_out, separ
     assert manifest.sources == tuple((40, sum(len(text) for text in texts if text[0] == kind)) for kind in "ab")
     if seed is None:
         assert val + train == between.join(texts)
-    elif separator != "none":  # a separator that stands at the border is dropped
+    elif separator != "none":  # a separator at the border is dropped
         assert total - len(val) - len(train) in (0, len(between))
         *whole, cut = val.split(between)
         rest, *others = train.split(between)
@@ -95,7 +83,7 @@ def test_every_document_is_there_once(mixed, seed, shard_tokens, held_out, separ
         assert abs(kinds["a"] - kinds["b"]) < 3 + 0.5 * len(whole), kinds  # some of each kind validate
 
 
-def test_the_order_is_that_of_the_seed(mixed, tmp_path):
+def test_order_depends_only_on_seed(mixed, tmp_path):
     orders = []
     for number, seed in enumerate((0, 0, 1)):
         prepare(request(mixed, tmp_path / str(number), seed=seed, val_fraction=0.1), Quiet())
@@ -104,8 +92,8 @@ def test_the_order_is_that_of_the_seed(mixed, tmp_path):
     assert Counter(text[0] for text in text_of(tmp_path / "0", "val").split("\n")).keys() == {"a", "b"}
 
 
-def test_tokenizers_have_separators_of_their_own_and_may_come_from_the_inputs(inputs, tmp_path, small):
-    """A BPE's stands before each document; where it is a line break, if there is one, between them."""
+def test_tokenizers_have_separate_separators(inputs, tmp_path, small):
+    """A BPE's separator precedes each document; a line break, if known, is between documents."""
     (tmp_path / "bpe").write_text(small_bpe().to_json())
     for kind in (str(tmp_path / "bpe"), "char", "word"):
         out = tmp_path / f"{Path(kind).name}-shards"
@@ -120,7 +108,7 @@ def test_tokenizers_have_separators_of_their_own_and_may_come_from_the_inputs(in
         assert tokenizer.kind != "bpe" or tokenizer.to_json() == small_bpe().to_json()
 
 
-def test_a_single_text_stays_in_order_and_long_texts_give_their_beginning_each(tmp_path, small):
+def test_long_documents_are_split_for_validation(tmp_path, small):
     texts = {kind: "".join(f"{kind}{i} " for i in range(1000)) for kind in "xyz"}
     for kind, text in texts.items():
         (tmp_path / f"{kind}.txt").write_text(text)
@@ -139,7 +127,7 @@ def test_a_single_text_stays_in_order_and_long_texts_give_their_beginning_each(t
 
 
 @pytest.mark.parametrize("how", [{"val_fraction": 0.2}, {"val_shards": 2, "shard_tokens": 1000}, {"separator": "none"}])
-def test_long_and_short_texts_together_are_counted_exactly(tmp_path, small, how):
+def test_mixed_lengths_are_counted_exactly(tmp_path, small, how):
     lines = [f"short {number}" * 5 for number in range(300)]
     (tmp_path / "a.jsonl").write_text(json_lines(lines))
     (tmp_path / "b.txt").write_text("long text " * 300)
@@ -154,10 +142,7 @@ def test_long_and_short_texts_together_are_counted_exactly(tmp_path, small, how)
     assert manifest.tokens("train") + manifest.tokens("val") - total in (-1, 0, 1)  # separators at cuts
 
 
-# Refusals
-
-
-def test_an_input_that_changes_meanwhile_is_noticed(tmp_path):
+def test_changed_input_is_detected(tmp_path):
     (path := tmp_path / "a.txt").write_text("some text")
     watcher = Quiet()
     watcher.advanced = lambda *facts: path.write_text("changed")
@@ -166,7 +151,7 @@ def test_an_input_that_changes_meanwhile_is_noticed(tmp_path):
     assert not (tmp_path / "out" / "manifest.json").exists()
 
 
-def test_impossible_inputs_and_settings_are_refused_and_nothing_is_left_behind(tmp_path):
+def test_invalid_inputs_and_settings_are_rejected(tmp_path):
     path, saved = tmp_path / "a.txt", tmp_path / "t.json"
     saved.write_text(load_tokenizer("char", "abc").to_json())
     for text, changes, words in (
@@ -183,7 +168,7 @@ def test_impossible_inputs_and_settings_are_refused_and_nothing_is_left_behind(t
             request([path], tmp_path / "out", **{name: value})
 
 
-def test_a_folder_with_anything_else_is_left_alone(inputs, tmp_path):
+def test_foreign_directory_is_rejected(inputs, tmp_path):
     (tmp_path / "notes.txt").write_text("mine")
     refuse(UsageError, "'notes.txt'", request(inputs, tmp_path))
     for text in ("{}", "[]", "", "no", "[" * 100_000, '{"format": "mine"}'):
@@ -191,8 +176,8 @@ def test_a_folder_with_anything_else_is_left_alone(inputs, tmp_path):
         refuse(UsageError, "is not from distgpt data prepare; choose a new directory", request(inputs, tmp_path))
 
 
-def test_the_loser_of_two_leaves_the_empty_folder_to_the_winner(tmp_path, monkeypatch):
-    """Both find no folder, one makes it first. A folder that was there before stays."""
+def test_losing_process_leaves_the_directory(tmp_path, monkeypatch):
+    """Both processes find no directory and one creates it. An existing directory stays."""
     out = tmp_path / "out"
     with reserved(out, print):
         monkeypatch.setattr(type(out), "exists", lambda self: False)
@@ -206,10 +191,7 @@ def test_the_loser_of_two_leaves_the_empty_folder_to_the_winner(tmp_path, monkey
     assert tmp_path.is_dir()
 
 
-# Interruptions
-
-
-def test_an_interruption_anywhere_changes_nothing(mixed, tmp_path, small):
+def test_interruption_anywhere_changes_nothing(mixed, tmp_path, small):
     watcher, out, resumed = Quiet(), tmp_path / "out", set()
     how = {"tokenizer": "char", "shard_tokens": 700, "workers": 2, "seed": 0, "val_fraction": 0.1}
     prepare(request(mixed, tmp_path / "whole", **how), watcher)
@@ -222,7 +204,7 @@ def test_an_interruption_anywhere_changes_nothing(mixed, tmp_path, small):
     assert len(resumed) > 2
 
 
-def test_a_spool_is_cut_to_what_was_noted_and_a_loss_is_noticed(mixed, tmp_path, small):
+def test_spool_is_truncated_and_loss_is_detected(mixed, tmp_path, small):
     out = tmp_path / "out"
     prepare(request(mixed, tmp_path / "whole", seed=0), Quiet())
     again = interrupt(request(mixed, out, seed=0), 9)
@@ -239,8 +221,7 @@ def test_a_spool_is_cut_to_what_was_noted_and_a_loss_is_noticed(mixed, tmp_path,
         prepare(again, Quiet())
 
 
-def test_without_a_manifest_all_shards_are_made_again(inputs, tmp_path, monkeypatch):
-    """Also if the process had not noted anything."""
+def test_missing_manifest_rebuilds_all_shards(inputs, tmp_path, monkeypatch):
     out, other, again = tmp_path / "out", tmp_path / "other", tmp_path / "again"
     monkeypatch.setattr(preparing, "MANIFEST", "missing/manifest.json")
     with pytest.raises(StorageError):
@@ -257,14 +238,13 @@ def test_without_a_manifest_all_shards_are_made_again(inputs, tmp_path, monkeypa
 
 @pytest.fixture
 def interrupted(inputs, tmp_path, small):
-    """A request that was interrupted after some shards."""
     shutil.copytree(inputs[0], tmp_path / "inputs")
     asked = (tmp_path / "inputs",)
     prepare(request(asked, tmp_path / "whole", shard_tokens=700), whole := Quiet())
     return interrupt(request(asked, tmp_path / "out", shard_tokens=700), len(whole.heard) - 5)
 
 
-def test_unfinished_shards_of_other_settings_or_inputs_are_refused(interrupted):
+def test_changed_settings_or_inputs_are_rejected(interrupted):
     (folder,), given = interrupted.inputs, {"shard_tokens": 700}
     for changes, names in (
         ({"tokenizer": "char"}, "tokenizer"),
@@ -285,7 +265,7 @@ def test_unfinished_shards_of_other_settings_or_inputs_are_refused(interrupted):
     prepare(interrupted, Quiet())
 
 
-def test_whatever_is_changed_in_the_progress_is_noticed(interrupted):
+def test_changed_progress_is_detected(interrupted):
     path = interrupted.out / "progress.json"
     good = json.loads(path.read_bytes())
     for name, value in (
@@ -296,7 +276,7 @@ def test_whatever_is_changed_in_the_progress_is_noticed(interrupted):
         refuse(DataError, "progress.json (", interrupted)
 
 
-def test_a_failure_says_whether_there_is_anything_to_resume(interrupted, tmp_path, monkeypatch):
+def test_failure_reports_whether_it_can_resume(interrupted, tmp_path, monkeypatch):
     def failing(*given, **more):
         raise DistgptError("something else")
 
@@ -309,10 +289,7 @@ def test_a_failure_says_whether_there_is_anything_to_resume(interrupted, tmp_pat
     assert not at_once.notes and not (tmp_path / "new").exists()
 
 
-# The command
-
-
-def test_the_command_shows_the_sources_and_info_does_too(mixed, tmp_path):
+def test_command_and_info_list_sources(mixed, tmp_path):
     folder = shutil.copytree(mixed[0], tmp_path / "mixed")
     (folder / "c.txt").write_text("c" * 500)
     words = ("--tokenizer", "byte", "--progress", "plain", "--out")
@@ -332,7 +309,7 @@ def test_the_command_shows_the_sources_and_info_does_too(mixed, tmp_path):
     assert clash.returncode == 2 and "cannot be combined" in clash.stderr
 
 
-def test_standard_input_is_a_text_or_lines_of_json_or_refused(tmp_path, monkeypatch):
+def test_standard_input_is_text_or_json_lines(tmp_path, monkeypatch):
     def piping(data, name, *more):
         monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(data)))
         return inside("data", "prepare", "-", "--tokenizer", "byte", "--out", tmp_path / name, *more)

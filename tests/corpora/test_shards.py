@@ -1,5 +1,3 @@
-"""Token shards: what is written can be read, also in training; whatever is damaged is refused."""
-
 import hashlib
 import io
 import itertools
@@ -19,17 +17,7 @@ from distgpt.core.data.loading import DataRequest, load_corpus
 from distgpt.core.data.tokenizers import fingerprint, load_tokenizer
 from distgpt.corpora import shards
 from distgpt.corpora.packing import PackedBatches
-from distgpt.corpora.shards import (
-    Manifest,
-    Shard,
-    ShardTokens,
-    header,
-    is_shards,
-    read_manifest,
-    shards_tokenizer,
-    verify_shards,
-    write_shard,
-)
+from distgpt.corpora.shards import Manifest, Shard, ShardTokens, header, is_shards, read_manifest, shards_tokenizer
 from hypothesis import given
 from hypothesis import strategies as st
 from threadranks import on_all_ranks
@@ -38,49 +26,37 @@ from conftest import SMALL, distgpt, inside, losses, needs_mpi, refused
 
 SIZES = {"val-000000.npy": 5, "train-000000.npy": 7, "train-000001.npy": 7, "train-000002.npy": 2}
 IDS = np.arange(100, 100 + sum(SIZES.values()), dtype=np.uint16)
-IDS[10:12] = IDS[11:9:-1]  # so that the largest of a shard is not its last
+IDS[10:12] = IDS[11:9:-1]  # a shard's largest ID is not its last
 
 
 @pytest.fixture
 def folder(tmp_path):
-    """Shards of the ids above, one after the other."""
+    """Write the IDs above as consecutive shards."""
     written, start = [], 0
     for name, tokens in SIZES.items():
         split, number = name.removesuffix(".npy").split("-")
         pieces = np.array_split(IDS[start : start + tokens], 3)
-        written.append(write_shard(tmp_path, split, int(number), "<u2", tokens, pieces))
+        written.append(shards.write_shard(tmp_path, split, int(number), "<u2", tokens, pieces))
         start += tokens
     tokenizer = load_tokenizer("byte", "")
     (tmp_path / "tokenizer.json").write_text(tokenizer.to_json())
-    manifest = Manifest(
-        tokenizer=fingerprint(tokenizer),
-        description="byte, 256 entries",
-        vocab_size=256,
-        dtype="<u2",
-        shards=tuple(written),
-        separator=(10,),
-        settings={"shard_tokens": 7},
-        inputs=(("a.txt", 21),),
-        documents=1,
-        text_bytes=21,
-        replaced=0,
-        sources=((1, 21),),
-    )
-    (tmp_path / "manifest.json").write_text(manifest.to_json())
+    about = {"tokenizer": fingerprint(tokenizer), "description": "byte, 256 entries", "vocab_size": 256, "dtype": "<u2"}
+    about |= {"separator": (10,), "settings": {"shard_tokens": 7}, "inputs": (("a.txt", 21),), "documents": 1}
+    about |= {"shards": tuple(written), "text_bytes": 21, "replaced": 0, "sources": ((1, 21),)}
+    (tmp_path / "manifest.json").write_text(Manifest(**about).to_json())
     return tmp_path
 
 
 def with_shard(manifest, **changes):
-    """The manifest with something else about its second shard."""
     first, second, *others = manifest.shards
     return replace(manifest, shards=(first, replace(second, **changes), *others))
 
 
 @given(st.sampled_from(["<u2", "<u4"]), st.integers(1, 100_000))
-def test_a_shard_is_what_numpy_would_have_saved(dtype, count):
+def test_shard_equals_numpy_file(dtype, count):
     ids = np.random.default_rng(1).integers(0, 50257, count).astype(dtype)
     with tempfile.TemporaryDirectory() as name:
-        shard = write_shard(Path(name), "train", 3, dtype, count, np.array_split(ids, 2))
+        shard = shards.write_shard(Path(name), "train", 3, dtype, count, np.array_split(ids, 2))
         (path,) = Path(name).iterdir()
         data = path.read_bytes()
     np.save(saved := io.BytesIO(), ids)
@@ -89,7 +65,7 @@ def test_a_shard_is_what_numpy_would_have_saved(dtype, count):
     assert shard == Shard("train-000003.npy", "train", count, len(data), sha256, int(ids.max()))
 
 
-def test_reading_crosses_borders_with_few_files_open(folder, monkeypatch):
+def test_reading_crosses_shards_with_few_open_files(folder, monkeypatch):
     monkeypatch.setattr(shards, "MOST_OPEN", 2)
     manifest = read_manifest(folder)
     tokens = ShardTokens(folder, manifest, "train")
@@ -103,7 +79,7 @@ def test_reading_crosses_borders_with_few_files_open(folder, monkeypatch):
     assert len(empty) == 0 and empty.read(0, 0).tolist() == []
 
 
-def test_the_manifest_comes_back_and_that_of_the_first_version(folder):
+def test_manifest_round_trips_and_reads_version_1(folder):
     manifest = read_manifest(folder)
     assert Manifest.from_json(manifest.to_json(), "x") == manifest
     assert (manifest.tokens("val"), manifest.tokens("train")) == (5, 16)
@@ -117,7 +93,7 @@ def test_the_manifest_comes_back_and_that_of_the_first_version(folder):
     assert Manifest.from_json(old.to_json(), "x") == old
 
 
-def test_a_shard_that_is_cut_short_while_it_is_read_is_named(folder):
+def test_shard_truncated_while_reading_is_named(folder):
     """A memory map would end the process with SIGBUS."""
     tokens = ShardTokens(folder, read_manifest(folder), "train")
     assert tokens.read(0, 3).tolist() == IDS[5:8].tolist()
@@ -127,10 +103,10 @@ def test_a_shard_that_is_cut_short_while_it_is_read_is_named(folder):
         tokens.read(2, 9)
 
 
-def test_an_id_beyond_the_vocabulary_is_named_whenever_it_is_read(folder):
-    """Models index memory by ids: each read looks at them, also long after the shards were verified."""
+def test_id_beyond_vocabulary_is_named_on_read(folder):
+    """Models index memory by ID, so every read checks the IDs, even after verification."""
     manifest = read_manifest(folder)
-    verify_shards(folder, manifest, manifest.shards)
+    shards.verify_shards(folder, manifest, manifest.shards)
     tokens = ShardTokens(folder, manifest, "train")
     batches = Batches(tokens, seq_len=4, batch_size=4, seed=1)
     packed = PackedBatches(tokens, seq_len=4, batch_size=4, seed=1, separator=105)
@@ -151,7 +127,7 @@ def test_an_id_beyond_the_vocabulary_is_named_whenever_it_is_read(folder):
         windows_of(tokens, 16)
 
 
-def test_fingerprints_tell_contents_apart(folder):
+def test_fingerprints_distinguish_contents(folder):
     manifest = read_manifest(folder)
     prints = {ShardTokens(folder, manifest, split).fingerprint for split in ("val", "train")}
     prints.add(manifest.fingerprint())
@@ -164,15 +140,15 @@ def test_fingerprints_tell_contents_apart(folder):
 
 
 def refuse_second_shard(folder, manifest, message, opening=True):
-    """Verifying names it and says this; so does opening the split, unless only reading all of it can tell."""
-    acts = [lambda: verify_shards(folder, manifest, manifest.shards[1:2])]
+    """Verifying rejects the shard with this message; `opening`: opening the split also does."""
+    acts = [lambda: shards.verify_shards(folder, manifest, manifest.shards[1:2])]
     acts += [lambda: ShardTokens(folder, manifest, "train")] * opening
     for act in acts:
         with pytest.raises((DataError, StorageError), match=rf"train-000000\.npy.*{message}"):
             act()
 
 
-def test_a_damaged_or_missing_shard_is_refused_by_name(folder):
+def test_corrupt_or_missing_shard_is_named(folder):
     manifest = read_manifest(folder)
     path = folder / "train-000000.npy"
     before = path.read_bytes()
@@ -197,7 +173,7 @@ def test_a_damaged_or_missing_shard_is_refused_by_name(folder):
     refuse_second_shard(folder, manifest, "")
 
 
-def test_a_manifest_that_is_wrong_about_a_shard_is_refused_and_costs_nothing(folder, monkeypatch):
+def test_wrong_manifest_is_rejected_cheaply(folder, monkeypatch):
     monkeypatch.setattr(shards, "READ_BYTES", 4)  # the largest id is not in the last piece read
     manifest = read_manifest(folder)
     for wrong, message, opening in (
@@ -214,7 +190,7 @@ def test_a_manifest_that_is_wrong_about_a_shard_is_refused_and_costs_nothing(fol
         shards_tokenizer(folder, manifest)
 
 
-# What is changed in a manifest ("second" in its second shard), and words of the refusal.
+# Changes of a manifest ("second" changes its second shard), and words of the error.
 SENSELESS = (
     ({"format": "x"}, "not a manifest of shards: the format"),
     ({"version": 3}, "version 3"),
@@ -231,7 +207,7 @@ SENSELESS = (
 )
 
 
-def test_what_is_no_manifest_or_makes_no_sense_is_refused(folder):
+def test_invalid_manifest_is_rejected(folder):
     path = folder / "manifest.json"
     good = json.loads(path.read_text())
     first, second, *others = good["shards"]
@@ -248,8 +224,6 @@ def test_what_is_no_manifest_or_makes_no_sense_is_refused(folder):
             read_manifest(folder)
 
 
-# In training
-
 MODEL = [word for word in SMALL if word not in ("--data", "story", "--tokenizer", "word")] + ["--steps", "4"]
 
 
@@ -259,7 +233,7 @@ def prepared(text, out, *args):
 
 @pytest.fixture(scope="module")
 def lines(tmp_path_factory):
-    """Eight shards for training, the last one short, and one for validation."""
+    """Prepare eight training shards, the last one short, and a validation shard."""
     folder = tmp_path_factory.mktemp("shards")
     text, out = folder / "text.txt", folder / "shards"
     text.write_text("".join(f"line {i} says {i * i}.\n" for i in range(400)))
@@ -279,7 +253,7 @@ def cut(path):
 @pytest.mark.ranks
 @pytest.mark.slow
 @needs_mpi
-def test_ranks_log_on_shards_what_one_process_does_and_leave_together_after_damage(lines, copy, tmp_path):
+def test_ranks_on_shards_match_one_process(lines, copy, tmp_path):
     cut(copy / "train-000002.npy")
     args = ["train", *MODEL, "--eval-every", "2", "--val-tokens", "200", "--data"]
     printed = done(*args, lines, "--out", tmp_path / "one")
@@ -312,7 +286,7 @@ DAMAGES = {
 
 
 @pytest.mark.parametrize("named", DAMAGES)
-def test_damage_is_found_before_the_first_step(copy, tmp_path, named):
+def test_damage_is_found_before_first_step(copy, tmp_path, named):
     DAMAGES[named](copy / named)
     refused(inside("train", "--data", copy, *MODEL, "--out", tmp_path / "run"), 65, copy / named)
     assert not (tmp_path / "run").exists()
@@ -320,7 +294,7 @@ def test_damage_is_found_before_the_first_step(copy, tmp_path, named):
         assert isinstance(error, DataError) and str(copy / named) in str(error)
 
 
-def test_an_impossible_id_ends_training_and_evaluation_of_trusted_shards(copy, tmp_path):
+def test_impossible_id_ends_training(copy, tmp_path):
     for number in (0, 1, 2, 3):
         with (copy / f"train-{number:06d}.npy").open("r+b") as file:
             file.seek(128 + 2 * 50)
@@ -330,7 +304,7 @@ def test_an_impossible_id_ends_training_and_evaluation_of_trusted_shards(copy, t
     refused(inside("data", "info", "--no-verify", copy), 65, "train-000000.npy", "position 50")
 
 
-def test_only_the_splits_that_are_asked_for_are_read(copy):
+def test_only_requested_splits_are_read(copy):
     def loaded(**more):
         return load_corpus(SerialComm(), DataRequest(str(copy), splits=("val",), **more))
 
@@ -340,10 +314,10 @@ def test_only_the_splits_that_are_asked_for_are_read(copy):
     shutil.copy(copy / "train-000000.npy", copy / "val-000000.npy")
     with complains("val-000000.npy"):
         loaded()
-    assert len(loaded(verify=False).val) == 1000  # as with verify_data = false
+    assert len(loaded(verify=False).val) == 1000  # verify_data = false
 
 
-def test_tokens_of_another_tokenizer_and_other_folders_are_refused(lines, tmp_path):
+def test_other_tokenizers_and_directories_are_rejected(lines, tmp_path):
     (tmp_path / "abc.txt").write_text("abcabc" * 50)
     done("train", "--data", tmp_path / "abc.txt", "--tokenizer", "char", *MODEL, "--out", tmp_path / "chars")
     weights, out = tmp_path / "chars" / "weights.safetensors", ["--out", tmp_path / "run"]
@@ -353,7 +327,7 @@ def test_tokens_of_another_tokenizer_and_other_folders_are_refused(lines, tmp_pa
     refused(inside("train", "--data", weights.parent / "checkpoints", *out), 65, "has no files that end in")
 
 
-def test_another_corpus_does_not_continue_a_run(copy, tmp_path):
+def test_changed_corpus_does_not_resume(copy, tmp_path):
     args = ["train", *MODEL, "--out", tmp_path / "run", "--data", copy]
     done(*args, "--save-every", "2")
     before = losses(tmp_path / "run")

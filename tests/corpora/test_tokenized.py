@@ -1,5 +1,3 @@
-"""Texts of many kinds as --data and --val: tokenized once, kept for other runs, the same on every rank."""
-
 import gzip
 import json
 import os
@@ -27,7 +25,6 @@ MODEL = [word for word in SMALL if word not in ("--data", "story", "--tokenizer"
 
 
 def loaded(asked, ranks=1):
-    """What loading gives on each rank, and what it says."""
     said = []
     return on_all_ranks(ranks, lambda comm: load_corpus(comm, asked, said.append)), said
 
@@ -37,10 +34,7 @@ def asked(inputs, tmp_path):
     return DataRequest(str(shutil.copytree(inputs[0], tmp_path / "inputs")), kept=tmp_path / "tokenized")
 
 
-# What is tokenized, and how often
-
-
-def test_a_run_waits_for_another_that_tokenizes_the_same_texts(asked, tmp_path, monkeypatch):
+def test_run_waits_for_another_tokenizing_run(asked, tmp_path, monkeypatch):
     corpus = load_corpus(SerialComm(), asked)
     [folder] = (tmp_path / "tokenized").iterdir()
     shutil.rmtree(folder)
@@ -59,7 +53,7 @@ def test_a_run_waits_for_another_that_tokenizes_the_same_texts(asked, tmp_path, 
     assert np.array_equal(whole(again.train), whole(corpus.train))
 
 
-def test_a_folder_is_tokenized_as_data_prepare_does_and_once(asked, inputs, tmp_path):
+def test_directory_is_tokenized_once_like_prepare(asked, inputs, tmp_path):
     prepare(request(inputs, tmp_path / "own", shard_tokens=10**8, val_fraction=0.1, seed=0), Quiet())
     asked = replace(asked, val_fraction=0.1)
     corpora, said = loaded(asked, ranks=2)
@@ -73,8 +67,8 @@ def test_a_folder_is_tokenized_as_data_prepare_does_and_once(asked, inputs, tmp_
     assert "3 files read" in said[0] and "verifying" in said[1] and len(said) == 2
 
 
-def test_ranks_on_other_hosts_are_told_where_shards_lie_and_not_by_a_link(asked, tmp_path, monkeypatch):
-    """The link of a replay is in a temporary folder of rank 0's host."""
+def test_other_hosts_get_the_resolved_path(asked, tmp_path, monkeypatch):
+    """A replay's link is in a temporary directory on rank 0's host."""
     asked.kept.mkdir()
     (tmp_path / "link").symlink_to(asked.kept)
     monkeypatch.setattr(tokenized, "load_shards", lambda comm, folder, *more: folder)
@@ -82,25 +76,25 @@ def test_ranks_on_other_hosts_are_told_where_shards_lie_and_not_by_a_link(asked,
     assert folder.parent == asked.kept.resolve() and folder.is_dir()
 
 
-def test_other_contents_settings_and_tokenizers_have_shards_of_their_own(asked):
+def test_each_setting_has_separate_shards(asked):
     def folders():
         return len(list(asked.kept.iterdir()))
 
     loaded(asked)
-    os.utime(Path(asked.data, "a.txt"), ns=(0, 0))  # as if it had been written anew
+    os.utime(Path(asked.data, "a.txt"), ns=(0, 0))  # looks rewritten
     loaded(asked)
     assert folders() == 2
     loaded(replace(asked, val_fraction=0.1))
     ((corpus,), _) = loaded(replace(asked, tokenizer="char"))
     assert folders() == 4
-    _, said = loaded(replace(asked, existing=corpus.tokenizer))  # as a resumed run has it
+    _, said = loaded(replace(asked, existing=corpus.tokenizer))  # passed by a resumed run
     assert folders() == 4 and not any("tokenizing" in line for line in said)
     wider = load_tokenizer("char", "".join(corpus.tokenizer.vocabulary) + "€")
     loaded(replace(asked, existing=wider))
     assert folders() == 5
 
 
-def test_an_interruption_leaves_nothing_that_stands_in_the_way(asked, monkeypatch):
+def test_interrupted_tokenizing_can_restart(asked, monkeypatch):
     def interrupt(*facts):
         raise KeyboardInterrupt
 
@@ -111,7 +105,7 @@ def test_an_interruption_leaves_nothing_that_stands_in_the_way(asked, monkeypatc
     assert len(corpus.train) > 1000 and any("tokenizing" in line for line in said)
 
 
-def test_single_files_of_each_kind_and_plain_texts(tmp_path):
+def test_single_files_of_each_kind_are_read(tmp_path):
     texts = ("one lamp", "two lamps")
     (tmp_path / "a.jsonl").write_text(json_lines(texts))
     (tmp_path / "b.txt.gz").write_bytes(gzip.compress(b"one lamp\ntwo lamps"))
@@ -124,13 +118,13 @@ def test_single_files_of_each_kind_and_plain_texts(tmp_path):
     assert len(list((tmp_path / "kept").iterdir())) == 2
 
 
-def test_a_file_that_cannot_be_read_is_named_on_all_ranks(tmp_path):
+def test_unreadable_file_is_named_on_all_ranks(tmp_path):
     (tmp_path / "bad.jsonl").write_text(json_lines(["a", "b"]) + "{\n")
     errors, _ = loaded(DataRequest(str(tmp_path / "bad.jsonl"), kept=tmp_path / "kept"), ranks=2)
     assert all(isinstance(error, DataError) and "bad.jsonl, line 3" in str(error) for error in errors)
 
 
-def test_shards_that_another_node_does_not_see_are_named(asked, monkeypatch):
+def test_shards_missing_on_other_nodes_are_named(asked, monkeypatch):
     loaded(asked)
     (folder,) = asked.kept.iterdir()
     manifest, tokenizer = shards.read_manifest(folder), load_tokenizer("byte", "")
@@ -141,10 +135,7 @@ def test_shards_that_another_node_does_not_see_are_named(asked, monkeypatch):
     assert gone.is_dir() and all("all nodes must share its file system" in str(error) for error in errors)
 
 
-# Held-out texts
-
-
-def test_a_held_out_text_is_of_any_kind_and_has_the_tokenizer_of_the_data(asked, tmp_path):
+def test_held_out_file_uses_tokenizer_of_data(asked, tmp_path):
     (tmp_path / "val.txt").write_text("the lamp the sea")
     (tmp_path / "val.jsonl").write_text(json_lines(["the lamp ", "the sea"]))
     held = {}
@@ -159,7 +150,7 @@ def test_a_held_out_text_is_of_any_kind_and_has_the_tokenizer_of_the_data(asked,
     assert "val.txt" in str(error) and "'€'" in str(error)
 
 
-def test_shards_give_their_part_for_validation_or_all_and_a_text_counts_before_that(asked, inputs, tmp_path):
+def test_held_out_shards_use_their_validation_split(asked, inputs, tmp_path):
     (tmp_path / "val.txt").write_text("the lamp")
     for name, fraction in (("with", 0.05), ("without", 0.0)):
         prepare(request(inputs, tmp_path / name, val_fraction=fraction), Quiet())
@@ -171,12 +162,8 @@ def test_shards_give_their_part_for_validation_or_all_and_a_text_counts_before_t
     assert corpus.tokenizer.decode(whole(corpus.val)) == "the lamp"
 
 
-# In training
-
-
 @pytest.fixture
 def documents(tmp_path):
-    """Texts to train on, one for validation, and a BPE."""
     (tmp_path / "d.jsonl").write_text(json_lines(f"Lamp {i} was lit. " * (1 + i % 9) for i in range(200)))
     (tmp_path / "v.jsonl").write_text(json_lines(["The naïve lamp.", "The sea."]))
     (tmp_path / "bpe.json").write_text(small().to_json())
@@ -189,7 +176,7 @@ def trained(folder, out, *more):
 
 
 @pytest.mark.ci
-def test_a_packed_run_evaluates_by_exact_bytes_and_resumes_to_the_bit(documents):
+def test_packed_run_resumes_bitwise(documents):
     how = ("--pack", "--eval-every", "4", "--save-every", "2", "--steps", "4")
     shown = trained(documents, "whole", *how)
     assert "tokenizing" in shown and "of the tokens" in shown
@@ -204,7 +191,7 @@ def test_a_packed_run_evaluates_by_exact_bytes_and_resumes_to_the_bit(documents)
     result = inside("train", "--resume", half, "--val", documents / "d.jsonl", "--steps", "5", "--lr", "1e-9")
     assert result.returncode == 0 and "d.jsonl is also the training text" in result.stdout
     ended = json.loads((half / "summary.json").read_text())
-    assert ended["best_step"] == 5  # losses on another text are not compared with those so far
+    assert ended["best_step"] == 5  # earlier losses are on another text
     (documents / "d.jsonl").rename(documents / "moved.jsonl")
     refused(inside("train", "--resume", half, "--data", documents / "moved.jsonl"), 65, "d.jsonl", "path with --val")
     evaluated = [line for line in lines_of if "val_loss" in line]
@@ -214,7 +201,7 @@ def test_a_packed_run_evaluates_by_exact_bytes_and_resumes_to_the_bit(documents)
         assert line["bits_per_byte"] == pytest.approx(bits / text_bytes)
 
 
-def test_what_does_not_go_together_is_refused(documents):
+def test_incompatible_data_options_are_rejected(documents):
     out = ["--out", documents / "runs" / "no"]
     data = ["--data", documents / "d.jsonl"]
     both = [*data, "--val", documents / "v.jsonl", "--val-fraction", "0.1"]

@@ -1,5 +1,3 @@
-"""Tokenizers of all kinds: round trips, streaming, saving, learning a BPE, and what they refuse."""
-
 import functools
 import hashlib
 import json
@@ -28,13 +26,8 @@ PROSE = (
 )
 TEXTS = st.text(ALPHABET) | st.text()
 WORDS = {"format": "distgpt-tokenizer", "version": 1, "kind": "word", "vocabulary": ["a", "b"]}
-BYTES = {
-    **WORDS,
-    "kind": "bpe",
-    "vocabulary": [*symbols(), "ab", "<|endoftext|>"],
-    "merges": [["a", "b"]],
-    "separator": 257,
-}
+BYTES = WORDS | {"kind": "bpe", "merges": [["a", "b"]], "vocabulary": [*symbols(), "ab", "<|endoftext|>"]}
+BYTES["separator"] = 257
 
 
 @functools.cache
@@ -46,17 +39,14 @@ def saved(document):
     return tokenizer_from_json(json.dumps(document), "saved")
 
 
-# What they encode to, and back
-
-
 @settings(max_examples=100)
 @given(TEXTS)
 @example(STORY)
 @example(PROSE)
 @example(TEXT)
 @example("")
-def test_texts_come_back_and_ids_have_the_smaller_type(text):
-    """Of words without the blanks that usual prose does not have."""
+def test_text_round_trips_through_every_kind(text):
+    """Words lose blanks that usual prose does not have."""
     for tokenizer in (load_tokenizer("byte", text), load_tokenizer("char", text), small()):
         ids = tokenizer.encode(text)
         assert tokenizer.decode(ids) == text, tokenizer.kind
@@ -70,7 +60,7 @@ def test_texts_come_back_and_ids_have_the_smaller_type(text):
 
 @settings(max_examples=100)
 @given(st.lists(st.integers(0, 10**6), max_size=60), st.booleans())
-def test_any_sequence_of_word_ids_survives_decoding_and_encoding(numbers, are_risky):
+def test_word_ids_round_trip(numbers, are_risky):
     tokenizer = load_tokenizer("word", ALPHABET + PROSE + " a'b a’b a'b’c x y z")
     risky = [i for i, word in enumerate(tokenizer.vocabulary) if word[0] in "'’-\"“‘(/_\nxyza"]
     choices = risky if are_risky else range(tokenizer.size)
@@ -79,7 +69,7 @@ def test_any_sequence_of_word_ids_survives_decoding_and_encoding(numbers, are_ri
 
 
 @given(st.sampled_from([0, 1, 2, 3]), st.lists(st.integers(-3, 420), max_size=100))
-def test_decoding_never_fails_and_streaming_gives_the_same(which, ids):
+def test_decoding_never_fails_and_matches_streaming(which, ids):
     tokenizer = one_of_each_kind()[which]
     streamer = tokenizer.streamer()
     assert "".join([streamer.feed(i) for i in ids]) + streamer.flush() == tokenizer.decode(ids)
@@ -87,7 +77,7 @@ def test_decoding_never_fails_and_streaming_gives_the_same(which, ids):
         assert tokenizer.decode(unknown) == "\ufffd"
 
 
-def test_texts_are_split_by_the_stated_rules():
+def test_text_is_split_by_documented_rules():
     byte = load_tokenizer("byte", "")
     assert byte.encode("é🙂").tolist() == list("é🙂".encode())
     # A foreign id inside a character breaks it, but joins nothing.
@@ -98,7 +88,7 @@ def test_texts_are_split_by_the_stated_rules():
     assert words.vocabulary == ("\n", "!", ",", "_", "don't", "it", "stop", "x2")
     assert words.decode(words.encode("stop  it \t!\n\ndon't")) == "stop it!\n\ndon't"
     assert saved(BYTES).encode("ab b").tolist() == [256, 0x20, ord("b")]
-    assert small().separator == small().size - 1  # text that looks like it is text
+    assert small().separator == small().size - 1  # text cannot spell it
     assert small().separator not in small().encode("<|endoftext|>")
     assert small().decode([small().separator]) == "<|endoftext|>" and len(small().encode(TEXT)) < len(TEXT.encode())
     assert id_dtype(65536) is np.uint16 and id_dtype(65537) is np.uint32
@@ -107,14 +97,14 @@ def test_texts_are_split_by_the_stated_rules():
     assert ids.dtype == np.uint32 and ids.max() == 65536 and tokenizer.decode(ids) == words
 
 
-def test_a_bpe_of_the_size_of_gpt2_is_not_called_gpt2():
+def test_bpe_of_gpt2_size_is_not_gpt2():
     entries = [*symbols(), *(f"a{i}" for i in range(GPT2_SIZE - 257)), "<|endoftext|>"]
     other = saved({**BYTES, "vocabulary": entries, "merges": [], "separator": GPT2_SIZE - 1})
     assert other.describe() == "BPE, 50,257 entries"
 
 
 @needs_gpt2
-def test_gpt2_is_recognised_and_gives_the_ids_that_it_is_known_for():
+def test_gpt2_has_its_known_ids():
     assert fingerprint(gpt2()) == GPT2_FINGERPRINT
     assert gpt2().describe() == "GPT-2's BPE, 50,257 entries"
     assert (gpt2().size, gpt2().separator) == (50257, 50256)
@@ -127,7 +117,7 @@ def test_gpt2_is_recognised_and_gives_the_ids_that_it_is_known_for():
         assert gpt2().encode(text).tolist() == ids, text
 
 
-def test_a_streamer_holds_back_a_character_until_it_is_whole_and_continues_a_prompt():
+def test_streamer_waits_for_whole_characters():
     for tokenizer in (load_tokenizer("byte", ""), saved(BYTES)):
         streamer = tokenizer.streamer()
         ids = tokenizer.encode("é🙂").tolist()
@@ -139,10 +129,7 @@ def test_a_streamer_holds_back_a_character_until_it_is_whole_and_continues_a_pro
     assert "".join([streamer.feed(i) for i in prompt + more][len(prompt) :]) == " Nell."
 
 
-# Names and saved forms
-
-
-def test_saved_and_loaded_they_are_the_same(tmp_path):
+def test_saved_tokenizers_load_unchanged(tmp_path):
     path = tmp_path / "tokenizer.json"
     for tokenizer in one_of_each_kind():
         path.write_text(tokenizer.to_json(), encoding="utf-8")
@@ -156,7 +143,7 @@ def test_saved_and_loaded_they_are_the_same(tmp_path):
     assert json.loads(saved(BYTES).to_json()) == BYTES
 
 
-def test_names_that_are_no_tokenizer_are_refused(tmp_path):
+def test_invalid_tokenizer_names_are_rejected(tmp_path):
     (binary := tmp_path / "binary").write_bytes(b"\xff\xfe\x00")
     for name, text, error, *words in (
         *((kind, None, UsageError, "requires training text") for kind in ("char", "word")),
@@ -168,11 +155,8 @@ def test_names_that_are_no_tokenizer_are_refused(tmp_path):
             load_tokenizer(str(name), *filter(None, [text]))
 
 
-# Learning a BPE
-
-
 @pytest.mark.parametrize(("separator", "token_id"), [("first", 0), ("last", 319), ("none", None)])
-def test_equal_texts_give_equal_tokenizers(separator, token_id):
+def test_equal_input_gives_equal_bpe(separator, token_id):
     text = STORY[:20000]
     one, same = (learn_bpe(texts, 320, 2, separator) for texts in ([text], iter([text, ""])))
     assert one.to_json() == same.to_json()
@@ -180,7 +164,7 @@ def test_equal_texts_give_equal_tokenizers(separator, token_id):
     assert one.decode(one.encode(TEXT)) == TEXT
 
 
-def test_rare_pairs_are_not_learned_and_failures_end_the_learning():
+def test_rare_pairs_are_not_merged():
     assert learn_bpe(["ab ab ab ab cd cd"], 300, 3, "none").merges == (("a", "b"), ("Ġ", "ab"))
     assert learn_bpe(["text"], 256, 1, "none").size == 256
     with complains("at least 257 entries", kind=UsageError):
@@ -196,10 +180,7 @@ def test_rare_pairs_are_not_learned_and_failures_end_the_learning():
         learn_bpe(texts(), 300, 2, "last")
 
 
-# Refusals
-
-
-def test_what_is_not_in_the_vocabulary_is_named():
+def test_unknown_text_is_named():
     for kind, known, text, *words in (
         ("char", "abc", "abé€é", "character 'é' at position 2 ", "(2 distinct"),
         ("char", "é", "ab", "character 'a' at position 0 ", "(2 distinct"),
@@ -219,7 +200,7 @@ def test_what_is_not_in_the_vocabulary_is_named():
             refuse(smuggled)
 
 
-# What is changed in a good one, and words of the refusal.
+# Changes of a valid tokenizer, and words of the error.
 DAMAGED_WORDS = (
     *(("not json", "not JSON"), ("[" * 100_000, "not JSON"), ("[]", "format"), ("{}", "format")),
     ({"version": 2}, "version 2; this distgpt reads version 1"),
@@ -248,7 +229,7 @@ DAMAGED_BYTES = (
 
 
 @pytest.mark.parametrize(("good", "changes"), [(WORDS, DAMAGED_WORDS), (BYTES, DAMAGED_BYTES)])
-def test_a_damaged_saved_tokenizer_is_refused(good, changes):
+def test_invalid_saved_tokenizer_is_rejected(good, changes):
     assert saved(good).size == len(good["vocabulary"])
     for change, words in changes:
         with complains("some/file.json", words):

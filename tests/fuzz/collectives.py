@@ -1,8 +1,7 @@
-"""Let one rank of a real job fail at each place where it meets the others: python tests/fuzz/collectives.py
+"""Fail one rank of a real job at each of its collective calls: python tests/fuzz/collectives.py
 
-A place is a call of a communicator, by the line of training that makes it; its first call fails, and its last
-one. It fails before the call, behind it, or in it, once a first part has been sent. Right is only a job that
-ends in time, with that rank's error first.
+Each call site, named by the line of training, fails at its first and its last call: before the call, inside the call
+after a part was sent, or after the call. The job must end in time and first report that rank's error.
 """
 
 import argparse
@@ -20,7 +19,7 @@ from pathlib import Path
 TESTS = Path(__file__).parents[1]
 sys.path[:0] = [str(TESTS), str(TESTS / "helpers")]
 
-SECONDS = 10.0  # from the failure to the end of all ranks
+SECONDS = 10.0  # limit for all ranks to end after the failure
 WHEN = ("before", "in", "behind")
 MODEL = "--n-layer 1 --n-head 2 --n-embd 16 --seq-len 16 --batch-size 4 --data story --tokenizer byte --threads 1"
 RUN = f"train --stage mpi {MODEL} --steps 6 --save-every 3 --eval-every 3 --val-fraction 0.1 --val-tokens 100"
@@ -38,7 +37,7 @@ SAID = re.compile(r"^distgpt: (.*)", re.MULTILINE)
 
 
 class Planted:
-    """Wraps the communicator's calls: counts them, notes their places, and fails at one."""
+    """Wraps the communicator's calls, counts them, records their call sites, and fails at one."""
 
     def __init__(self, fails_at, when, log):
         self.fails_at, self.when, self.log, self.places, self.count = fails_at, when, log, [], 0
@@ -47,7 +46,7 @@ class Planted:
     def install(self):
         from distgpt.core.comm import mpi
 
-        mpi.LARGEST_MESSAGE = 1 << 12  # so that there are several parts
+        mpi.LARGEST_MESSAGE = 1 << 12  # splits messages into parts
         pieces = mpi._pieces
         mpi._pieces = lambda array, limit: self.parts(pieces(array, limit))
         for name in CALLS:
@@ -83,14 +82,14 @@ class Planted:
 
 
 def site():
-    """Which lines of ours call, without those of the communicator and of what shares decisions."""
+    """Return the callers in distgpt, except the communicator and agree.py."""
     frames = [frame for frame in traceback.extract_stack() if "/distgpt/" in frame.filename]
     lines = [f"{Path(frame.filename).stem}:{frame.name}" for frame in frames]
     return " < ".join([line for line in lines[::-1] if not line.startswith(("mpi:", "agree:"))][:2])
 
 
 def rank_main(rank, fails_at, when, log, *words):
-    """Run the command on this rank, of which one fails."""
+    """Run the command on this rank; one rank fails."""
     from distgpt.cluster.launch.environment import launched_rank
     from distgpt.commands.cli import main
 
@@ -106,7 +105,7 @@ def rank_main(rank, fails_at, when, log, *words):
 
 
 def job(scratch, rank, fails_at, when, way):
-    """Run one job; return its exit code, what it said, when it failed and ended, and the log."""
+    """Run one job; return its exit code, its errors and its log."""
     from conftest import MPIRUN, clean_environment
 
     shutil.rmtree(scratch / "run", ignore_errors=True)
@@ -127,7 +126,7 @@ def job(scratch, rank, fails_at, when, way):
 
 
 def judge(scratch, rank, fails_at, when, way):
-    """Return what is wrong; "" if nothing is."""
+    """Return the problem, or ""."""
     code, said, log = job(scratch, rank, fails_at, when, way)
     ended = time.time()
     if not log.exists():
@@ -145,9 +144,9 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--only", nargs="+", choices=WAYS, default=list(WAYS))
     parser.add_argument("--rank", type=int, choices=(0, 1), default=1)
-    parser.add_argument("--every", type=int, default=1, help="of the cases try every so many")
-    parser.add_argument("--first", type=int, default=0, help="the first of these")
-    parser.add_argument("--seconds", type=float, default=float("inf"), help="begin no case after these")
+    parser.add_argument("--every", type=int, default=1, help="run every N-th case")
+    parser.add_argument("--first", type=int, default=0, help="skip N cases")
+    parser.add_argument("--seconds", type=float, default=float("inf"), help="start no case after N seconds")
     options = parser.parse_args()
     begun, count, failures = time.monotonic(), 0, 0
     with tempfile.TemporaryDirectory() as scratch:

@@ -1,12 +1,9 @@
-"""Damage to a file: bytes that changed, values of a document that nobody would write, text around them.
-
-Every function takes its own random numbers and gives the same damage for the same seed.
-"""
+"""Corrupt a file: changed bytes, unusual values in a document, changed text. Equal seeds give equal damage."""
 
 import json
 import re
 
-# Texts that stand for one value in JSON, or in TOML where they are allowed there.
+# Spellings of one JSON value. TOML also allows some.
 NASTY = [
     *("null", "true", "false", "0", "-1", "1", "3", "1.9", "-0.0", "0.5", "1e308", "-1e308", "1e400", "NaN"),
     *("Infinity", "-Infinity", "2147483648", "9223372036854775807", "9223372036854775808", "1" + "0" * 30),
@@ -24,7 +21,7 @@ _MARK = "@@0@@"
 
 
 def damaged(content, kind, random):
-    """The content of a file of this kind, with one to three faults in it."""
+    """Return the content of a file of this kind with one to three faults."""
     for _ in range(random.choice((1, 1, 1, 2, 3))):
         wild = random.random() < 0.3
         content = _bytes(content, random) if wild else KINDS[kind](content, random)
@@ -32,7 +29,7 @@ def damaged(content, kind, random):
 
 
 def _bytes(content, random):
-    """Flip, lose, repeat or insert bytes."""
+    """Flip, drop, repeat or insert bytes."""
     if not content:
         return random.randbytes(random.randrange(1, 40))
     at, length = random.randrange(len(content)), random.choice((1, 1, 2, 8, 64, 1000))
@@ -50,7 +47,7 @@ def _bytes(content, random):
 
 
 def _json(content, random):
-    """Replace, remove, double or rename one value of the document."""
+    """Replace, remove, duplicate or rename one value."""
     try:
         document = json.loads(content)
         places = list(_places(document))
@@ -72,7 +69,7 @@ def _json(content, random):
 
 
 def _places(document):
-    """(holder, key) of every value inside a document."""
+    """Yield (holder, key) of every value in a document."""
     if not isinstance(document, dict | list):
         return
     for key, value in list(document.items() if isinstance(document, dict) else enumerate(document)):
@@ -81,7 +78,7 @@ def _places(document):
 
 
 def _jsonl(content, random):
-    """Damage one line, double it, or join it to the next."""
+    """Change one line, duplicate it, or join it to the next."""
     lines = content.splitlines(keepends=True)
     if not lines:
         return _bytes(content, random)
@@ -91,7 +88,7 @@ def _jsonl(content, random):
 
 
 def _toml(content, random):
-    """Replace one value, or lose, double or make up a line."""
+    """Replace one value, or drop, duplicate or invent a line."""
     lines = content.decode(errors="replace").splitlines(keepends=True)
     values = [i for i, line in enumerate(lines) if "=" in line]
     if not values:
@@ -103,7 +100,7 @@ def _toml(content, random):
 
 
 def _safetensors(content, random):
-    """Damage the header of a file of tensors, a text in its metadata, or elements; the length is mended."""
+    """Change the header of a tensor file, a string in its metadata, or elements; correct the length."""
     length = int.from_bytes(content[:8], "little")
     front, data = content[8 : 8 + length], content[8 + length :]
     choice = random.choice(("header", "header", "config", "tokenizer", "elements"))
@@ -128,7 +125,7 @@ _WIDTHS = {0: 1, 1: 1, 2: 2, 3: 2, 4: 4, 5: 4, 6: 4, 7: 1, 10: 8, 11: 8, 12: 8}
 
 
 def _gguf(content, random):
-    """Change a count, length, kind, value, shape or place in a file of GGUF, or some of its bytes."""
+    """Change a number before a GGUF file's data."""
     try:
         at, width = random.choice(list(_gguf_fields(content)))
     except (IndexError, KeyError):
@@ -140,12 +137,12 @@ def _gguf(content, random):
 
 
 def _gguf_fields(content):
-    """The place and width of every number in front of the data; of lists the first and the last."""
+    """Return the offset and width of each number before the data. Lists contribute their first and last."""
 
     def number(at, width):
         found = int.from_bytes(content[at : at + width], "little")
         if at + width > len(content) or (width == 8 and found > len(content)):
-            raise IndexError  # damaged before
+            raise IndexError  # an earlier fault
         return found
 
     def value(at, kind):
@@ -181,18 +178,11 @@ def _gguf_fields(content):
 
 
 def _text(content, random):
-    """Replace a word by one that is none."""
+    """Replace a word by an invalid one."""
     words = re.split(rb"(\s+)", content)
     words[random.randrange(len(words))] = random.choice(_WORDS)
     return b"".join(words)
 
 
-KINDS = {
-    "bytes": _bytes,
-    "json": _json,
-    "jsonl": _jsonl,
-    "toml": _toml,
-    "safetensors": _safetensors,
-    "gguf": _gguf,
-    "text": _text,
-}
+KINDS = {"bytes": _bytes, "json": _json, "jsonl": _jsonl, "toml": _toml, "safetensors": _safetensors, "gguf": _gguf}
+KINDS["text"] = _text

@@ -1,8 +1,8 @@
-"""Fuzz the loaders: `python tests/fuzz/run.py --cases 1000`. Equal seeds make equal cases.
+"""Fuzz the loaders: `python tests/fuzz/run.py --cases 1000`. Equal seeds give equal cases.
 
-A case is a damaged copy of a target's folder and the commands that read it, in a process of its own with 1 GB
-of memory more than at the start and 5 s of the processor. Right are only a result and an error of ours: a
-known exit code, a message no longer than a screen, no traceback, no control characters, JSON that is JSON.
+A case corrupts a copy of a target's directory and runs a command that reads it, in a process with 1 GB more memory
+than at the start and 5 s of CPU time. A result or a distgpt error is correct: a known exit code, a message of at
+most a screen, no traceback, no control characters, valid JSON.
 """
 
 import argparse
@@ -30,9 +30,9 @@ from targets import TARGETS
 
 from conftest import inside
 
-SECONDS, MEMORY = 5, 1 << 30  # of the processor; and bytes
-WAITING = 40  # seconds: other work on the machine counts here
-GENERATING = ("infer", "train", "tune")  # a model's text goes to a pipe as it is
+SECONDS, MEMORY = 5, 1 << 30  # CPU seconds, and bytes
+WAITING = 40  # seconds of wall time
+GENERATING = ("infer", "train", "tune")  # print generated text unescaped
 CODES = (0, 1, 2, 65, 74, 76)
 SCREEN = 2000  # characters
 _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
@@ -40,10 +40,8 @@ _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]"
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--cases", type=int, default=100, help="of every target")
-    parser.add_argument(
-        "--seconds", type=float, default=float("inf"), help="stop after this time, from the first case on"
-    )
+    parser.add_argument("--cases", type=int, default=100, help="per target")
+    parser.add_argument("--seconds", type=float, default=float("inf"), help="stop N seconds after the first case")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--only", nargs="+", choices=TARGETS, default=list(TARGETS))
     parser.add_argument("--keep", type=Path, help="copy folders of failing cases to here")
@@ -54,7 +52,7 @@ def main():
 
 
 def fuzz(options):
-    """Run that many cases of each target, in turn; return the number of cases and those that failed."""
+    """Run the cases of each target; return the number of cases, and the failures."""
     done, failures = 0, []
     with tempfile.TemporaryDirectory(dir="/dev/shm" if os.access("/dev/shm", os.W_OK) else None) as scratch:
         good, folder = {}, Path(scratch, "case")
@@ -65,7 +63,7 @@ def fuzz(options):
             _all_is_well(TARGETS[name], good[name], folder)
         gc.freeze()
         numbers = range(options.cases)
-        deadline = time.monotonic() + options.seconds  # compiled loops and good files are made by now
+        deadline = time.monotonic() + options.seconds  # excludes setup
         for number, name in itertools.product(numbers, options.only):
             if time.monotonic() > deadline:
                 break
@@ -81,7 +79,7 @@ def fuzz(options):
 
 
 def _all_is_well(target, good, folder):
-    """Without damage every command must succeed, or the fuzzing would prove nothing."""
+    """Check that every command succeeds on good files."""
     for command in target.commands:
         shutil.copytree(good, folder)
         words = command.replace("{}", str(folder)).split()
@@ -91,7 +89,7 @@ def _all_is_well(target, good, folder):
 
 
 def case(target, good, folder, seed):
-    """What is wrong with how the commands ended; None if nothing is."""
+    """Return the problem of a case, or None."""
     chosen = random.Random(seed)
     shutil.copytree(good, folder)
     name = chosen.choice(list(target.damage))
@@ -122,7 +120,7 @@ def case(target, good, folder, seed):
 
 
 def _child(words, write):
-    """Run one command and write what is wrong with how it ended."""
+    """Run one command and write its problem."""
     try:
         used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
         resource.setrlimit(resource.RLIMIT_AS, (used + MEMORY, used + MEMORY))
@@ -136,7 +134,7 @@ def _child(words, write):
 
 
 def verdict(result, words):
-    """What is wrong with a command's result, in a few words; "" if nothing is."""
+    """Return the problem of a command's result in a few words, or ""."""
     errors, as_json = result.stderr, "--json" in words
     page = "" if as_json or words[0] in GENERATING else result.stdout
     if result.returncode not in CODES or "Traceback" in errors or "internal error" in errors:

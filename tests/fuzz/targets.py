@@ -1,7 +1,4 @@
-"""What is fuzzed: folders of good files, which of them are damaged, and the commands that read them.
-
-Commands are those of users, so that everything on the way is tried: options, readers, pages, messages.
-"""
+"""Fuzz targets: directories of good files, the files to corrupt, and the commands that read them."""
 
 import gzip
 import json
@@ -18,16 +15,17 @@ from distgpt.corpora.prepare.preparing import Progress
 
 from conftest import SMALL, inside
 
+KINDS = ("bpe", "char", "word")
+HARBOUR = "The harbour lamp was lit, and the boats came home. "
 CUT = "--tokenizer byte --shard-tokens 1000 --workers 1 --progress plain"
 EVALUATED = "--save-every 3 --eval-every 3 --val-fraction 0.05 --progress plain"
 RESUME = f"train {' '.join(SMALL)} --out {{}}/run --resume auto --steps 7 {EVALUATED}"
-
 
 SUFFIXES = {".npy": "bytes", ".gz": "bytes", ".parquet": "bytes", ".txt": "text", ".lst": "text", ".csv": "text"}
 
 
 class Target:
-    """`make` fills a folder; `files` in it are damaged by kind (mutate.KINDS); `{}` in a command is the folder."""
+    """`make` fills a directory; `files` are corrupted by kind (mutate.KINDS); `{}` in a command is the directory."""
 
     def __init__(self, make, files, *commands):
         self.make, self.commands = make, list(commands)
@@ -44,7 +42,6 @@ def small_run(folder):
 
 
 def keep_weights(folder, name):
-    """Of a run only its weights."""
     shutil.copy(folder / "run" / "weights.safetensors", folder / name)
     shutil.rmtree(folder / "run")
 
@@ -61,7 +58,6 @@ def rounded_weights(folder, dtype):
 
 
 def adapter(folder):
-    """A model, and adapters beside it."""
     weights(folder)
     words = "--data story --threads 1 --batch-size 8 --seq-len 16 --steps 3 --lora-rank 2 --progress plain"
     run("train", "--init", folder / "w.safetensors", *words.split(), "--out", folder / "run")
@@ -69,27 +65,25 @@ def adapter(folder):
 
 
 def published_adapter(folder):
-    """The same as PEFT saves it."""
     adapter(folder)
     run("weights", "export", folder / "a.safetensors", "--out", folder / "peft")
     (folder / "a.safetensors").unlink()
 
 
 def published(folder):
-    """A model as transformers saves it."""
     run("train", *SMALL, "--tokenizer", "byte", "--out", folder / "run", "--steps", 1, "--progress", "plain")
     run("weights", "export", folder / "run" / "weights.safetensors", "--out", folder / "hf")
     shutil.rmtree(folder / "run")
 
 
 def shards(folder):
-    (folder / "text.txt").write_text("The harbour lamp was lit, and the boats came home. " * 60)
+    (folder / "text.txt").write_text(HARBOUR * 60)
     run("data", "prepare", folder / "text.txt", *CUT.split(), "--out", folder / "shards")
 
 
 def unfinished_shards(folder):
-    """As an interruption leaves them: the spool, and where to resume."""
-    (folder / "text.txt").write_text("The harbour lamp was lit, and the boats came home. " * 60)
+    """Leave a spool and a progress file, like an interruption."""
+    (folder / "text.txt").write_text(HARBOUR * 60)
     save = Progress.save
 
     def stop(progress, place):
@@ -107,7 +101,7 @@ def unfinished_shards(folder):
 
 def tokenizers(folder):
     (folder / "text.txt").write_text("low lower lowest new newer newest wide wider widest\n" * 20)
-    for kind in ("bpe", "char", "word"):
+    for kind in KINDS:
         size = ["--vocab-size", "270"] if kind == "bpe" else []
         run("tokenizer", "train", folder / "text.txt", "--kind", kind, *size, "--out", folder / f"{kind}.json")
 
@@ -125,7 +119,7 @@ def foreign_tokenizers(folder):
 
 
 def chatting_model(folder):
-    """A model of transformers with another family's tokenizer and a chat template, as imported."""
+    """Write a model of transformers with another family's tokenizer and a chat template."""
     from chattemplates import settings
     from families import write_family
     from foreignmodels import MODERN, exported_model, shape
@@ -136,8 +130,6 @@ def chatting_model(folder):
 
 
 def in_gguf(family, dtype):
-    """A model in GGUF with this family's tokenizer."""
-
     def make(folder):
         from gguffiles import tokenizer_like, with_tokenizer
 
@@ -232,81 +224,53 @@ INFER = "infer --weights {}/w.safetensors --max-new-tokens 3 --threads 1"
 STEP = "run/checkpoints/step-00000006"
 TARGETS = {
     "weights": Target(
-        weights,
-        "w.safetensors",
-        "weights info {}/w.safetensors",
-        "weights info {}/w.safetensors --json",
+        weights, "w.safetensors", "weights info {}/w.safetensors", "weights info {}/w.safetensors --json",
         "eval --weights {}/w.safetensors --val story --val-tokens 64 --threads 1 --json",
-        "weights export {}/w.safetensors --out {}/hf",
-        INFER,
-        f"{INFER} --temperature 1 --json",
+        "weights export {}/w.safetensors --out {}/hf", INFER, f"{INFER} --temperature 1 --json",
     ),
-    **{
-        dtype: Target(
-            partial(rounded_weights, dtype=dtype),
-            "q.safetensors",
-            "weights info {}/q.safetensors --json",
-            ROUNDED,
-            f"{ROUNDED} --dtype float32",
-        )
-        for dtype in ("int8", "int4")
-    },
+    **{dtype: Target(
+        partial(rounded_weights, dtype=dtype), "q.safetensors", "weights info {}/q.safetensors --json",
+        ROUNDED, f"{ROUNDED} --dtype float32",
+    ) for dtype in ("int8", "int4")},
     "adapter": Target(
-        adapter,
-        "a.safetensors",
-        "weights info {}/a.safetensors --json",
+        adapter, "a.safetensors", "weights info {}/a.safetensors --json",
         "infer --weights {}/w.safetensors --adapter {}/a.safetensors --max-new-tokens 3 --threads 1",
         "weights merge --adapter {}/a.safetensors --weights {}/w.safetensors --out {}/m.safetensors",
         "weights export {}/a.safetensors --out {}/peft",
     ),
     "adapter of PEFT": Target(
-        published_adapter,
-        "peft/adapter_config.json peft/adapter_model.safetensors",
+        published_adapter, "peft/adapter_config.json peft/adapter_model.safetensors",
         "weights import {}/peft --weights {}/w.safetensors --out {}/o.safetensors",
     ),
     "published model": Target(
-        published,
-        "hf/config.json hf/model.safetensors",
-        "weights import {}/hf --out {}/o.safetensors --tokenizer byte",
-        "weights info {}/hf",
+        published, "hf/config.json hf/model.safetensors",
+        "weights import {}/hf --out {}/o.safetensors --tokenizer byte", "weights info {}/hf",
     ),
     "checkpoint": Target(
         small_run,
         f"{STEP}/state.json {STEP}/manifest.json {STEP}/optimizer.safetensors run/config.toml run/tokenizer.json "
         "run/metrics.jsonl run/summary.json",
-        RESUME,
-        "runs {}",
-        "runs {} --json --sort speed",
-        "plot {}/run --out {}/p.svg",
+        RESUME, "runs {}", "runs {} --json --sort speed", "plot {}/run --out {}/p.svg",
         "infer --weights {}/run --max-new-tokens 2 --threads 1",
     ),
     "shards": Target(
-        shards,
-        "shards/manifest.json shards/tokenizer.json shards/train-000000.npy",
-        "data info {}/shards",
-        "data info {}/shards --json --no-verify",
-        TRAINED + "--data {}/shards --out {}/run --progress plain",
+        shards, "shards/manifest.json shards/tokenizer.json shards/train-000000.npy", "data info {}/shards",
+        "data info {}/shards --json --no-verify", TRAINED + "--data {}/shards --out {}/run --progress plain",
     ),
     "unfinished shards": Target(
-        unfinished_shards,
-        "shards/progress.json shards/tokenizer.json",
+        unfinished_shards, "shards/progress.json shards/tokenizer.json",
         f"data prepare {{}}/text.txt {CUT} --out {{}}/shards",
     ),
     "tokenizers": Target(
-        tokenizers,
-        "bpe.json char.json word.json",
-        *(f"tokenizer info {{}}/{kind}.json" for kind in ("bpe", "char", "word")),
+        tokenizers, "bpe.json char.json word.json", *(f"tokenizer info {{}}/{kind}.json" for kind in KINDS),
     ),
     "foreign tokenizers": Target(
-        foreign_tokenizers,
-        "gpt2/vocab.json gpt2/merges.txt hf/tokenizer.json",
+        foreign_tokenizers, "gpt2/vocab.json gpt2/merges.txt hf/tokenizer.json",
         *(f"tokenizer info {{}}/{name} --text it's-12-naïve" for name in ("gpt2", "hf/tokenizer.json")),
     ),
     "chatting model": Target(
-        chatting_model,
-        "hf/tokenizer.json hf/tokenizer_config.json hf/generation_config.json",
-        "tokenizer info {}/hf --text it's-12-naïve",
-        "weights import {}/hf --out {}/o.safetensors",
+        chatting_model, "hf/tokenizer.json hf/tokenizer_config.json hf/generation_config.json",
+        "tokenizer info {}/hf --text it's-12-naïve", "weights import {}/hf --out {}/o.safetensors",
         "weights info {}/hf --json",
     ),
     "gguf": in_gguf("qwen", "float32"),
@@ -317,8 +281,7 @@ TARGETS = {
     ),
     "sweep": Target(swept, "s/grid.json s/results/lr=0.1/result.json s/lr=0.1/metrics.jsonl", SWEEP),
     "documents": Target(
-        documents,
-        "a.jsonl b.jsonl.gz c.txt",
+        documents, "a.jsonl b.jsonl.gz c.txt",
         f"data prepare {{}}/a.jsonl {{}}/b.jsonl.gz {{}}/c.txt {CUT} --out {{}}/o",
         "tokenizer train {}/a.jsonl {}/c.txt --kind char --out {}/t.json",
         TRAINED + "--data {}/a.jsonl --val {}/b.jsonl.gz --out {}/run --progress plain",
@@ -327,11 +290,10 @@ TARGETS = {
         benchmarks, "h.jsonl arc.jsonl p.jsonl p-labels.lst w.jsonl l.txt test/law_test.csv dev/law_dev.csv", EVALUATE
     ),
     "chats": Target(
-        chats,
-        "a.jsonl b.jsonl.gz",
+        chats, "a.jsonl b.jsonl.gz",
         "tune --weights {}/run --data {}/a.jsonl --val {}/b.jsonl.gz --steps 1 --batch-size 2 "
         "--threads 1 --out {}/o --progress plain",
     ),
     "tables": Target(tables, "t.parquet", f"data prepare {{}}/t.parquet {CUT} --out {{}}/o"),
     "prompts": Target(asked_and_half_answered, "q.jsonl o.jsonl", ANSWER),
-}
+}  # fmt: skip

@@ -1,4 +1,4 @@
-"""What tests of GPU code run on: this machine's processor, or with DISTGPT_TEST_GPU=1 a real GPU."""
+"""Devices for tests of GPU code: the processor, or a real GPU with DISTGPT_TEST_GPU=1."""
 
 import functools
 import os
@@ -24,7 +24,7 @@ needs_the_processor = pytest.mark.skipif(ON_GPU or COMPILER is None, reason="nee
 
 
 def device(graphs=True, deterministic=False) -> CupyDevice:
-    """One for all tests that want the same."""
+    """Return the shared device; equal arguments give the same one."""
     return _device(graphs, deterministic)
 
 
@@ -39,7 +39,7 @@ def _device(graphs, deterministic):
 
 @functools.cache
 def kernels(dtype, graphs=True, deterministic=False):
-    """The vocabulary on that device, in a type."""
+    """Return the kernels on that device."""
     on = device(graphs, deterministic)
     if ON_GPU:
         options = GpuConfig(graphs=graphs, deterministic=deterministic)
@@ -48,7 +48,7 @@ def kernels(dtype, graphs=True, deterministic=False):
 
 
 def poisoning(kernels):
-    """The kernels, with NaN in scratch memory before each operation."""
+    """Fill scratch memory with NaN before each operation."""
     launcher = kernels.launcher
     scratch, device = launcher.scratch, launcher.device
 
@@ -63,13 +63,13 @@ def poisoning(kernels):
 
 @pytest.fixture
 def cuda_kernels():
-    """A function from the name of a type, and how to work, to kernels."""
+    """Return `kernels`."""
     return kernels
 
 
 @pytest.fixture
 def gpu():
-    """A function that runs a command where GPUs seem to be; in this very process, unless it has ranks."""
+    """Return a function that runs a command with emulated GPUs, in this process unless it has ranks."""
     if ON_GPU:
         return lambda *args, gpus=1, **how: distgpt(*args, **how)
     if COMPILER is None:
@@ -89,7 +89,7 @@ SAME = SMALL[: SMALL.index("--threads")] + SMALL[SMALL.index("--threads") + 2 :]
 
 
 def gpu_train(gpu, out, *args, ranks=0, **how):
-    """The small model's training in a GPU stage, which must succeed."""
+    """Train the small model in a GPU stage."""
     stage = "mpi-cuda" if ranks else "cuda"
     result = gpu("train", *SAME, "--stage", stage, "--out", out, *args, ranks=ranks, **how)
     assert result.returncode == 0, result.stderr

@@ -1,11 +1,10 @@
-"""A stand-in for CuPy: what CupyDevice uses of it, on this machine's memory.
+"""An emulation of CuPy in host memory, with the parts that CupyDevice uses.
 
-Work is queued as on a GPU: a copy, a kernel, a memset happens when somebody waits for an event behind it or
-for the stream, so that a wait that was forgotten shows as wrong numbers; or, on the further streams of a
-device that is `hasty`, at once, before work elsewhere that it should have waited for. A graph is of one
-stream. While that is captured, what CUDA refuses is refused. Dropped
-page-locked memory is lent out again at once, as by CuPy's pool. Threads may have a device each, whose work is
-done one after the other.
+Work is queued as on a GPU: a copy, kernel or memset runs when a thread waits for the stream or a later event, so a
+missing wait gives wrong numbers. On the extra streams of a `hasty` device it runs immediately instead, before work
+that it should have waited for. A graph captures one stream; operations that CUDA forbids during capture raise.
+Dropped page-locked memory is reused immediately, as in CuPy's pool. Each thread may have its own device; only one
+runs at a time.
 """
 
 from __future__ import annotations
@@ -26,49 +25,39 @@ import numpy as np
 ALIGNMENT = 512
 GUARD = 1024  # bytes before and after each array
 POISON = 0xFF  # a NaN of every type
-WORLD = threading.Condition(threading.RLock())  # held while work is done, on any device
-PATIENCE = 30  # seconds that work waits for that of another thread
+WORLD = threading.Condition(threading.RLock())  # held while any device works
+PATIENCE = 30  # seconds to wait for another thread's work
 
 
 class CudaError(RuntimeError):
-    """What CUDA answers to something that can't be."""
+    """An error of CUDA."""
 
 
 class FakeCupy:
-    """The module. Its kernels do nothing, those of `HostGpu` compute."""
+    """The module. Its kernels do nothing; `HostGpu` has kernels that compute."""
 
     def __init__(self, devices=1, free=1000, total=3000, multiprocessors=132, capability=(9, 0)):
-        self.blocks: dict[int, weakref.ref[Any]] = {}  # of memory in use, by id
+        self.blocks: dict[int, weakref.ref[Any]] = {}  # memory in use, by id
         self._spans: list[tuple[int, int]] = []  # their addresses, in order
         self.free_pinned: dict[int, list[Any]] = defaultdict(list)
         self.streams: list[Stream] = []
         self.current: Any = None
-        self.device = 0  # in use
+        self.device = 0  # the current one
         self.hasty = False
         self.pool_bytes = self.pinned = 0  # bytes in the pool, and page-locked pieces of memory
-        self.cuda = SimpleNamespace(
-            Device=partial(Device, self),
-            Stream=partial(Stream, self),
-            Event=partial(Event, self),
-            alloc_pinned_memory=self._alloc_pinned_memory,
-            get_elapsed_time=self._get_elapsed_time,
-            function=SimpleNamespace(Module=partial(Module, self)),
-            runtime=SimpleNamespace(
-                getDeviceProperties=lambda device: {
-                    "name": b"Fake GPU",
-                    "major": capability[0],
-                    "minor": capability[1],
-                    "multiProcessorCount": multiprocessors,
-                },
-                deviceGetPCIBusId=lambda device: f"0000:{device:02X}:00.0",
-                getDeviceCount=lambda: devices,
-                memGetInfo=lambda: (free, total),
-            ),
-        )
+        properties = {"name": b"Fake GPU", "major": capability[0], "minor": capability[1]}
+        properties["multiProcessorCount"] = multiprocessors
+        runtime = SimpleNamespace(getDeviceProperties=lambda device: properties, getDeviceCount=lambda: devices)
+        runtime.deviceGetPCIBusId = lambda device: f"0000:{device:02X}:00.0"
+        runtime.memGetInfo = lambda: (free, total)
+        kinds = {"Device": Device, "Stream": Stream, "Event": Event}
+        self.cuda = SimpleNamespace(**{name: partial(kind, self) for name, kind in kinds.items()}, runtime=runtime)
+        self.cuda.alloc_pinned_memory, self.cuda.get_elapsed_time = self._alloc_pinned_memory, self._get_elapsed_time
+        self.cuda.function = SimpleNamespace(Module=partial(Module, self))
 
     def zeros(self, shape: tuple[int, ...], dtype: Any) -> ndarray:
         array = ndarray(self, self.empty(shape, dtype))
-        array.data.memset_async(0, array.nbytes)  # on the current stream, as CuPy does it
+        array.data.memset_async(0, array.nbytes)  # like CuPy, on the current stream
         return array
 
     def get_default_memory_pool(self) -> Any:
@@ -118,17 +107,17 @@ class FakeCupy:
             raise CudaError(f"{size} bytes at {address:#x} are nobody's memory")
 
     def started(self, function: Function, grid: Any, block: Any, args: Any, shared: int) -> Any:
-        """Return what a launch will do when its turn comes."""
+        """Return the work of a launch."""
         return lambda: None
 
 
 def first_byte(block: Any) -> int:
-    """Where the array in a block of memory begins."""
+    """Return the offset of the array in a block of memory."""
     return int(-(block.ctypes.data + GUARD) % ALIGNMENT + GUARD)
 
 
 def owner(memory: Any) -> Any:
-    """The block that NumPy's view of it lies in."""
+    """Return the block that a NumPy view belongs to."""
     while memory.base is not None:
         memory = memory.base
     return memory
@@ -145,7 +134,7 @@ class PinnedMemoryPointer(np.ndarray):
 
 
 class ndarray:
-    """Not one of NumPy's: what looks into its numbers by mistake fails here too."""
+    """An array whose numbers the host cannot read by mistake."""
 
     def __init__(self, xp: FakeCupy, memory: Any) -> None:
         self._xp, self.memory = xp, memory
@@ -171,7 +160,7 @@ class ndarray:
 
 
 class MemoryPointer:
-    """`block`: keeps the memory, also while work on it is queued."""
+    """`block` keeps the memory alive while work is queued."""
 
     def __init__(self, xp: FakeCupy, ptr: int, block: Any) -> None:
         self._xp, self.ptr, self._block = xp, ptr, block
@@ -215,7 +204,7 @@ class Stream:
         self.waiting: list[Any] = []
         self.busy = False
         self.begun = self.finished = 0
-        self.done_at = [time.perf_counter()]  # by the number of works that are done
+        self.done_at = [time.perf_counter()]  # indexed by completed works
         xp.streams.append(self)
 
     def use(self) -> Stream:
@@ -263,7 +252,6 @@ class Stream:
             self.run(self.begun)
 
     def wait_event(self, event: Event) -> None:
-        """What follows waits for what the event has behind it now."""
         if event.stream is None or event.position is None:
             raise CudaError("this event was recorded in a capture, or not at all")
         if self.captured is not None:
@@ -275,7 +263,7 @@ class Stream:
     def run(self, position: int) -> None:
         with WORLD:
             while self.finished < position:
-                if self.busy:  # with work that waits for another thread's
+                if self.busy:  # waiting for another thread's work
                     if not WORLD.wait(PATIENCE):
                         raise CudaError("two streams wait for each other")
                     continue
@@ -315,7 +303,7 @@ class Event:
 
 
 class Capture:
-    """Work of a stream that is recorded, not done."""
+    """Work that a stream records."""
 
     def __init__(self) -> None:
         self.broken = False

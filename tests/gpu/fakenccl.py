@@ -1,9 +1,8 @@
-"""A stand-in for CuPy's module of NCCL.
+"""An emulation of CuPy's NCCL module.
 
-Alone it computes nothing: the other ranks are others' business. In a `Job` the ranks are threads, each with a
-FakeCupy of its own. A call is done when its stream comes to it and the other ranks have made it too; one that
-differs from theirs, as when ranks call in another order, fails on all of them. In a `ProcessJob` ranks are
-processes, which go to MPI for each call at once; and like NCCL it refuses two ranks on one GPU of one host.
+Without a job it computes nothing. In a `Job`, ranks are threads with their own FakeCupy. A call completes when its
+stream reaches it and all ranks have made it; a different call on another rank fails on all ranks. In a `ProcessJob`,
+ranks are processes that use MPI for each call; like NCCL, it rejects two ranks on one GPU of a host.
 """
 
 from __future__ import annotations
@@ -16,16 +15,16 @@ from typing import Any, NamedTuple
 import numpy as np
 from fakecupy import PATIENCE, WORLD, FakeCupy, Stream
 
-VERSION = 22809  # before ranks may share a GPU
+VERSION = 22809  # does not let ranks share a GPU
 KINDS = {1: np.uint8, 7: np.float32, 8: np.float64, 9: np.uint16}
 
 
 class NcclError(RuntimeError):
-    """What NCCL answers to something that went wrong."""
+    """An error of NCCL."""
 
 
 class Call(NamedTuple):
-    """`about` is the same on all ranks, but for `send` and `recv`, where it begins with the other rank."""
+    """`about` is equal on all ranks. In `send` and `recv` it starts with the other rank."""
 
     name: str
     about: tuple[int, ...]
@@ -34,21 +33,15 @@ class Call(NamedTuple):
 
 
 class FakeNccl:
-    """CuPy's module of NCCL, as rank 0 or another one of a job imports it."""
+    """CuPy's NCCL module on one rank."""
 
     available = True
     NCCL_SUM, NCCL_UINT8, NCCL_FLOAT32, NCCL_FLOAT64, NCCL_BFLOAT16 = 0, 1, 7, 8, 9
     NcclError = NcclError
 
-    def __init__(
-        self,
-        identity: bytes = bytes(range(256))[64:192],
-        job: Job | ProcessJob | None = None,
-        xp: FakeCupy | None = None,
-        version: int = VERSION,
-    ) -> None:
-        self.identity, self.job, self.xp, self.version = identity, job, xp, version
-        self.trouble: Exception | None = None  # what check_async_error raises
+    def __init__(self, job: Job | ProcessJob | None = None, xp: FakeCupy | None = None, version: int = VERSION) -> None:
+        self.identity, self.job, self.xp, self.version = bytes(range(256))[64:192], job, xp, version
+        self.trouble: Exception | None = None  # raised by check_async_error
         self.NcclCommunicator = partial(NcclCommunicator, self)
         self.communicator: NcclCommunicator | None = None
         self._together: list[tuple[Call, int]] | None = None
@@ -122,7 +115,7 @@ class NcclCommunicator:
 
 
 class Job:
-    """The ranks of a communicator; their n-th calls belong together."""
+    """The ranks of a communicator. The n-th calls of all ranks match."""
 
     def __init__(self, size: int) -> None:
         self.size, self.trouble = size, ""
@@ -147,7 +140,7 @@ class Job:
         stream.enqueue(partial(meeting.finish, rank, position))
 
     def fail(self, text: str) -> None:
-        """Of all ranks, also those that wait."""
+        """Fail all ranks, including waiting ones."""
         with WORLD:
             self.trouble = self.trouble or text
             WORLD.notify_all()
@@ -158,14 +151,14 @@ class Job:
 
 
 class Meeting:
-    """One call, or one group of calls, of all ranks."""
+    """One call, or one group of calls, on all ranks."""
 
     def __init__(self, job: Job) -> None:
         self._job, self._done = job, False
         self.ranks: dict[int, tuple[FakeCupy, Stream, int, list[Call]]] = {}
 
     def compare(self) -> None:
-        """Raise unless all ranks so far have called the same."""
+        """Raise unless all present ranks made equal calls."""
         collectives = {
             rank: [(call.name, call.about) for call in self._of(rank) if call.name not in ("send", "recv")]
             for rank in self.ranks
@@ -181,7 +174,7 @@ class Meeting:
                     raise NcclError(f"rank {rank} sends to {other} what that does not receive")
 
     def finish(self, rank: int, position: int) -> None:
-        """As a work of this rank's stream; whoever comes first does it for all."""
+        """Run in this rank's stream; the first rank computes for all."""
         while len(self.ranks) < self._job.size and not self._done:
             self._job.require_well()
             if not WORLD.wait(PATIENCE):
@@ -258,15 +251,15 @@ def memory_of(xp: FakeCupy, address: int, count: int, datatype: int) -> Any:
 
 
 class ProcessJob:
-    """Of processes that MPI has started."""
+    """A job of processes that MPI has started."""
 
     trouble = ""
 
     def __init__(self) -> None:
-        self._ranks: Any = None  # of MPI, which may not have started yet
+        self._ranks: Any = None  # set at the first call, when MPI has started
 
     def meet(self, nccl: FakeNccl) -> None:
-        """Refuse what NCCL refuses when a communicator is made; the environment is that of this moment."""
+        """Reject communicators that NCCL rejects in the current environment."""
         from mpi4py import MPI
 
         may_share = nccl.version >= 23000 and os.environ.get("NCCL_MULTI_RANK_GPU_ENABLE") == "1"
@@ -276,7 +269,7 @@ class ProcessJob:
             raise NcclError("NCCL_ERROR_INVALID_USAGE: Duplicate GPU detected")
 
     def begin(self, rank: int, xp: FakeCupy, stream: Stream, calls: list[Call]) -> None:
-        """Wait for the stream, and for the same call of all others."""
+        """Wait for the stream, and for the same call on all ranks."""
         from mpi4py import MPI
 
         self._ranks = self._ranks or MPI.COMM_WORLD.Dup()
@@ -298,7 +291,7 @@ class ProcessJob:
 
 
 class ProcessMeeting(Meeting):
-    """Of other ranks only what they send is here; what they would get is dropped."""
+    """A meeting that has only the data sent by other ranks, and drops their results."""
 
     def __init__(self, job: Any, rank: int, sources: list[dict[int, Any]]) -> None:
         super().__init__(job)

@@ -1,7 +1,4 @@
-"""Ranks of a job as threads, each with a GPU that is not there.
-
-NCCL's stand-in compares what they call, in which order.
-"""
+"""Ranks of a job as threads with emulated GPUs. Emulated NCCL compares their calls."""
 
 import traceback
 from dataclasses import replace
@@ -27,7 +24,7 @@ SHARDED = replace(CONFIG, grad_sync="sharded")
 
 
 def on_gpus(size, act, way="nccl", hasty=False, graphs=True):
-    """What act(comm, device) returned on each rank, or raised."""
+    """Return the result or the error of act(comm, device) on each rank."""
     job = Job(size)
 
     def run(host):
@@ -38,7 +35,7 @@ def on_gpus(size, act, way="nccl", hasty=False, graphs=True):
         try:
             return act(DeviceComm(host, transport), device)
         except Exception as error:
-            if not getattr(error, "shared", False):  # the others would wait
+            if not getattr(error, "shared", False):  # other ranks would wait
                 traceback.print_exc()
                 job.fail(f"rank {host.rank} has ended: {error!r}")
                 host.meeting.abort()
@@ -48,7 +45,7 @@ def on_gpus(size, act, way="nccl", hasty=False, graphs=True):
 
 
 def work_of(comm, device, config, say=print):
-    """A step of the small model on such a rank, on the host's processor without a device."""
+    """Return a step of the small model on this rank; without a device, on the CPU."""
     if device:
         kernels = CudaKernels(device, LtMatmul(host_lt(device.xp), device), config.dtype)
     else:
@@ -66,13 +63,13 @@ def batches():
 
 @cache
 def packed(dtype="float32", way="nccl", steps=3):
-    """What two ranks have trained that sum in one call: made once for all tests that compare with it."""
+    """Train on two ranks that sum in one call; cached for comparisons."""
     config = replace(CONFIG, dtype=dtype)
     return on_gpus(2, lambda comm, device: trained(comm, device, config, steps), way)
 
 
 def trained(comm, device, config=CONFIG, steps=3):
-    """What all ranks have after some steps, and loss and norm of each step."""
+    """Return a rank's weights after some steps, and the loss and norm of each step."""
     return steps_of(work_of(comm, device, config), range(steps))
 
 

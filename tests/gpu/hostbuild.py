@@ -1,4 +1,4 @@
-"""Compiles CUDA sources for this machine's processor with g++ and a header that stands in for CUDA."""
+"""Compile CUDA sources for the host's processor, with g++ and a header that replaces CUDA's."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ _SHIM = Path(__file__).resolve().parent / "shim"
 _HEADERS = [_SHIM / name for name in ("cuda.h", "fibers.h", "launch.h")]
 COMPILER = shutil.which("g++")
 
-# -Og: kernels are compiled oftener than they run. -O1 compiles a third longer, -O0 runs half as fast.
-# What a GPU would trap on, or quietly do otherwise than this machine, ends a kernel with the file and line.
+# -Og: kernels are compiled more often than they run. -O1 takes 33% longer to compile, -O0 runs half as fast.
+# Undefined behavior ends a kernel with the file and line.
 _CHECKS = "alignment,null,bounds,shift,integer-divide-by-zero,signed-integer-overflow"
 _FLAGS = f"-std=c++17 -Og -fPIC -ffp-contract=off -fno-exceptions -fno-rtti -fno-gnu-unique -fsanitize={_CHECKS}"
 _FLAGS += " -fvisibility=hidden -Wall -Wextra -Wno-unknown-pragmas -Wno-psabi"
@@ -34,8 +34,6 @@ extern "C" __attribute__((visibility("default"))) const char* launch_{0}(
     return shim::launch(&{0}, grid, block, shared, order, args);
 }}
 """
-
-
 _STACKS = """
 extern "C" __attribute__((visibility("default"))) unsigned char* share_stacks(unsigned char* of_others) {
     return fibers::share_stacks(of_others);
@@ -44,13 +42,13 @@ extern "C" __attribute__((visibility("default"))) unsigned char* share_stacks(un
 
 
 class BuildError(Exception):
-    """g++ refused a source; the message is g++'s."""
+    """A compilation error, with the message of g++."""
 
 
 class Program:
-    """A compiled source: its kernels, each with the types of its parameters ("*f" a pointer to float, …)."""
+    """A compiled source. Types of parameters are letters: "*f" is a pointer to float."""
 
-    stacks: int | None = None  # of the threads: one set for all sources, since each stack costs two maps
+    stacks: int | None = None  # thread stacks, shared by all sources, since each needs two memory maps
 
     def __init__(self, library: Path) -> None:
         self._library = ctypes.CDLL(str(library))
@@ -60,7 +58,7 @@ class Program:
         self._entries: dict[str, tuple[list[str], ctypes._CFuncPtr]] = {}
 
     def entry(self, kernel: str) -> tuple[list[str], ctypes._CFuncPtr]:
-        """Parameter types and the function that launches; AttributeError if there is no such kernel."""
+        """Return a kernel's parameter types and launch function; raise AttributeError if it does not exist."""
         if kernel not in self._entries:
             signature = self._library[f"signature_{kernel}"]
             signature.restype = ctypes.c_char_p
@@ -73,21 +71,21 @@ class Program:
 
 
 def build(text: str, defines: Sequence[str] = ()) -> Program:
-    """The text of a source as a library of this machine, compiled unless that has been done before."""
+    """Compile a source's text, or load it from the cache."""
     flags = [*_FLAGS.split(), *(f"-D{define}" for define in defines)]
     parts = [text, *flags, *(path.read_text() for path in _HEADERS), _ENTRY, _STACKS]
     return Program(cached(parts, lambda library: _compile(text, flags, library)))
 
 
 def cached(parts: Sequence[str], make: Callable[[Path], object]) -> Path:
-    """Make a library of these parts unless one of exactly these parts is there."""
-    assert COMPILER, "there is no g++ here"
+    """Return the cached library of these parts, or make it."""
+    assert COMPILER, "needs g++"
     key = hashlib.sha256("\0".join([*parts, _version()]).encode()).hexdigest()[:32]
     folder = Path(tempfile.gettempdir()) / f"distgpt-host-kernels-{os.getuid()}"
     folder.mkdir(mode=0o700, exist_ok=True)
     library = folder / f"{key}.so"
     if not library.exists():
-        with library.with_suffix(".lock").open("w") as lock:  # another worker may be at it
+        with library.with_suffix(".lock").open("w") as lock:  # another worker may make it
             fcntl.flock(lock, fcntl.LOCK_EX)
             if not library.exists():
                 unfinished = library.with_suffix(f".{os.getpid()}")

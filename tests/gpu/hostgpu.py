@@ -1,10 +1,9 @@
-"""A GPU that is not there: FakeCupy, with kernels compiled for this machine's processor, and HostLt.
+"""An emulated GPU: FakeCupy with kernels compiled for the host, and HostLt.
 
-It sees what a GPU would not tell: writes beside an array, arguments of the wrong type, shared memory that
-nobody has written, threads that wait for each other in vain. Blocks, warps and lanes run in an order drawn
-from the seed DISTGPT_WARP_ORDER, 1 if it is not set. Run as a program it is the command line with
-such GPUs; the environment variable WHOLE_GPU holds their number. With WHOLE_NCCL=1 they have an NCCL, with
-a number like 23007 the one of that version.
+It detects writes outside an array, wrong argument types, unwritten shared memory and deadlocked threads, which a GPU
+does not report. Blocks, warps and lanes run in an order drawn from the seed DISTGPT_WARP_ORDER (default: 1). Run as a
+program, it is the command line with WHOLE_GPU emulated GPUs. WHOLE_NCCL=1 adds an NCCL; a number such as 23007 sets
+its version.
 """
 
 from __future__ import annotations
@@ -36,20 +35,20 @@ from fakenccl import VERSION, FakeNccl, ProcessJob
 from hostbuild import Program, build
 from hostlt import HostLt
 
-# An architecture: what runs here is also compiled for it, for a later session on a GPU of that kind.
+# An architecture to also compile each kernel for, to fill the cache of a later GPU session.
 FILL_CACHE = os.environ.get("DISTGPT_FILL_CACHE", "")
 
 FORWARDS, BACKWARDS = 0, -1  # orders; others are seeds
 ORDER = int(os.environ.get("DISTGPT_WARP_ORDER", "1"))
 
 _UNTOUCHED = bytes([POISON]) * GUARD
-MULTIPROCESSORS = 4  # few, since the size of sums depends on it
+MULTIPROCESSORS = 4  # few, since it scales the size of sums
 MOST_THREADS, MOST_SHARED = 1024, 227 << 10
 MOST_BLOCKS, MOST_IN_BLOCK = (2**31 - 1, 65535, 65535), (1024, 1024, 64)
 
 
 class HostGpuError(Exception):
-    """Something that a GPU would refuse, or do without a word and wrongly."""
+    """An operation that a GPU would reject, or silently do wrong."""
 
 
 class Launch(NamedTuple):
@@ -61,10 +60,10 @@ class Launch(NamedTuple):
 
 
 class HostGpu(FakeCupy):
-    """CuPy's stand-in whose kernels compute.
+    """FakeCupy with kernels that compute.
 
-    `order` is that of blocks, warps and lanes, FORWARDS, BACKWARDS or a seed to draw one for each launch:
-    results must not change. `texts` are sources beside those of the package, by name.
+    `order` of blocks, warps and lanes: FORWARDS, BACKWARDS, or a seed for a new order per launch; it must
+    not change results. `texts`: additional sources by name.
     """
 
     def __init__(self, order: int = ORDER, texts: dict[str, str] | None = None, gpus: int = 1, **about: Any) -> None:
@@ -115,13 +114,13 @@ class HostGpu(FakeCupy):
         return start
 
     def check(self) -> None:
-        """Raise if anything was written beside any array."""
+        """Raise if a kernel wrote outside an array."""
         for ref in list(self.blocks.values()):
             if (memory := ref()) is not None:
                 _check_guards(memory, "somebody")
 
     def _value(self, name: str, wanted: str, arg: Any) -> Any:
-        """An argument as a C value, if it has the type that the kernel declares."""
+        """Convert an argument to C; raise if it does not have the declared type."""
         if isinstance(arg, ndarray):
             given = "*" + {"int32": "i", "int64": "q"}.get(arg.dtype.name, arg.dtype.char)
             if id(owner(arg.memory)) not in self.blocks:
@@ -139,7 +138,7 @@ class HostGpu(FakeCupy):
 
 
 class HostDevice(CupyDevice):
-    """distgpt's device on a GPU that is not there."""
+    """distgpt's device on an emulated GPU."""
 
     def __init__(
         self, deterministic: bool = True, graphs: bool = True, multiprocessors: int = MULTIPROCESSORS, **about: Any
@@ -147,7 +146,6 @@ class HostDevice(CupyDevice):
         super().__init__(0, deterministic, graphs, HostGpu(multiprocessors=multiprocessors, **about))
 
     def array(self, host: Any) -> Any:
-        """These numbers on the device."""
         host = np.asarray(host)
         made = self.zeros(host.shape, host.dtype)
         self.upload(made, host)
@@ -159,35 +157,34 @@ class HostDevice(CupyDevice):
 
 
 def _orders(order: int) -> Iterator[int]:
-    """The order of each launch."""
     seeds = random.Random(order)
     while True:
         yield order if order <= FORWARDS else 1 + seeds.getrandbits(60)
 
 
 def host_lt(xp: FakeCupy) -> cublaslt.CublasLt:
-    """The stand-in for cuBLASLt, in the order of the streams."""
+    """Return an emulated cuBLASLt that works in stream order."""
 
     def queue(ptr: int, work: Callable[[], None]) -> None:
         stream = next(stream for stream in xp.streams if stream.ptr == ptr)
         stream.enqueue(work)
-        if stream.captured is None:  # by address alone it keeps no memory alive until later
+        if stream.captured is None:  # addresses do not keep memory alive
             stream.run(stream.begun)
 
     return cublaslt.CublasLt(HostLt(queue))
 
 
 def host_kernels(dtype: str, **about: Any) -> CudaKernels:
-    """The kernels of a device of their own, in a type."""
+    """Return kernels on a new device."""
     on = HostDevice(**about)
     return CudaKernels(on, LtMatmul(host_lt(on.xp), on), dtype)
 
 
 def install(gpus: int = 1) -> ExitStack:
-    """From here on `import cupy` finds a machine with so many GPUs. Close what is returned to undo this."""
+    """Make `import cupy` find this number of GPUs, until the result is closed."""
     xp = HostGpu(gpus=gpus, multiprocessors=MULTIPROCESSORS)
     xp.cuda.runtime.runtimeGetVersion = lambda: 13000
-    ticks = count(1)  # so that every operation takes time
+    ticks = count(1)  # every operation takes time
     xp.cuda.get_elapsed_time = lambda start, end: float(next(ticks))
     version = int(os.environ.get("WHOLE_NCCL", 0))
     version = VERSION if version == 1 else version
@@ -197,10 +194,10 @@ def install(gpus: int = 1) -> ExitStack:
         (device, "cubin", xp.cubin),
         (probe, "require_gpu", lambda *args, **more: None),
         (cublaslt, "load", lambda: host_lt(xp)),
-        (transport, "nccl_module", lambda: nccl),  # whatever is installed: it would need the real CuPy
+        (transport, "nccl_module", lambda: nccl),  # an installed NCCL needs the real CuPy
         (profiling, "SIDES", (32,)),
         (profiling, "SECONDS", 0.02),
-        (engine, "sample", _short_sample),  # a text is the slowest part on this device
+        (engine, "sample", _short_sample),  # sampling is slow on this device
     ):
         undo.enter_context(mock.patch.object(module, name, value))
     sys.modules["cupy"] = xp
@@ -235,7 +232,7 @@ if __name__ == "__main__":
     # Commands that start distgpt start this program.
     jobs.distgpt_command = lambda *words: [sys.executable, __file__, *map(str, words)]
     install(int(os.environ["WHOLE_GPU"]))
-    if sys.argv[1:] and sys.argv[1].endswith(".py"):  # a program that computes on the stand-in
+    if sys.argv[1:] and sys.argv[1].endswith(".py"):  # a program to run with emulated GPUs
         sys.argv = sys.argv[1:]
         sys.path.insert(0, str(Path(sys.argv[0]).parent))
         runpy.run_path(sys.argv[0], run_name="__main__")

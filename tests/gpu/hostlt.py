@@ -1,8 +1,8 @@
-"""cuBLASLt on this machine: what its header promises, column by column, with sums in double by NumPy.
+"""An emulation of cuBLASLt from its header: column-major, with sums in float64 by NumPy.
 
-It is called through C, with the types that its header declares. It refuses what the header forbids, offers
-several algorithms with different demands, and remembers what it was asked. Constants of the library are
-written down here a second time, so that wrong ones in the package show.
+It is called through C with the header's types, rejects calls that the header forbids, offers algorithms with
+different requirements, and records searches. The library's constants are repeated here to detect wrong ones in the
+package.
 """
 
 from __future__ import annotations
@@ -26,19 +26,19 @@ NAMES = {7: "INVALID_VALUE", 13: "EXECUTION_FAILED", 14: "INTERNAL_ERROR", 15: "
 NAMES = {code: f"CUBLAS_STATUS_{name}" for code, name in NAMES.items()}
 BF16 = 14
 DTYPES = {0: STORAGE["float32"], 1: STORAGE["float64"], BF16: STORAGE["bfloat16"]}
-SUMS = {(68, 0): "float", (77, 0): "tf32", (70, 1): "double"}  # by types of the sums, and of alpha and beta
+SUMS = {(68, 0): "float", (77, 0): "tf32", (70, 1): "double"}  # keys: types of sums, and of alpha and beta
 TYPES = {("float", BF16, BF16), ("float", BF16, 0), ("float", 0, 0), ("tf32", 0, 0), ("double", 1, 1)}
 BIAS, GELU_AUX, GELU_AUX_BIAS, DGELU, BGRADB = 4, 160, 164, 192, 512  # epilogues
-# Attributes of a kind of matmul and of a search: size in bytes, and what holds until they are set.
+# Attributes of a matmul and of a search: size in bytes, and default.
 TRANSA, TRANSB, EPILOGUE, BIAS_AT, AUX_AT, AUX_LD = 3, 4, 7, 8, 11, 12
 OF_MATMUL = {TRANSA: (4, 0), TRANSB: (4, 0), EPILOGUE: (4, 1), BIAS_AT: (8, 0), AUX_AT: (8, 0), AUX_LD: (8, 0)}
-BATCH, APART = 5, 6  # of a layout: how many matrices, and the elements from one to the next
+BATCH, APART = 5, 6  # attributes of a layout: number of matrices, and elements between them
 OF_LAYOUT = {BATCH: 4, APART: 8}
-WORKSPACE, REDUCTIONS, ALIGNMENTS = 1, 3, (5, 6, 7, 8)  # of A, B, C, D
+WORKSPACE, REDUCTIONS, ALIGNMENTS = 1, 3, (5, 6, 7, 8)  # alignments of A, B, C, D
 OF_SEARCH = {WORKSPACE: (8, 0), REDUCTIONS: (4, 7), **dict.fromkeys(ALIGNMENTS, (4, 256))}
 MARK = 0x616C676F72697468
 
-# What the header's functions take; all give a status.
+# Parameters of the header's functions, which return a status.
 _DESC, _LAYOUT, _PREF = "cublasLtMatmulDesc_t", "cublasLtMatrixLayout_t", "cublasLtMatmulPreference_t"
 _FOUR, _SET = ", ".join([_LAYOUT] * 4), "const void*, size_t"
 _WITH_LAYOUT = f"const void*, {_LAYOUT}"
@@ -68,9 +68,9 @@ def _c_type(name: str) -> Any:
 
 
 class Algorithm(NamedTuple):
-    """What it wants: reduction scheme, workspace, alignment of matrices, and of bias and aux.
+    """Requirements: reduction scheme, workspace, alignment of matrices and of bias and aux.
 
-    `breaks`: it is offered, but fails when it is started; `state`: it is listed as unfit.
+    `breaks`: fails when started; `state`: listed as unusable.
     """
 
     reduction: int
@@ -124,7 +124,7 @@ class Layout:
 
 
 class Descriptor(dict[int, int]):
-    """Attributes of a kind of matmul, with the types of its sums and factors."""
+    """Attributes of a matmul, with the types of its sums and factors."""
 
     types: tuple[int, ...] = ()
 
@@ -147,15 +147,15 @@ class Descriptor(dict[int, int]):
 
 
 class HostLt:
-    """The library as ctypes shows it. `queue(stream, work)` says when work is done; at once without one."""
+    """The library as ctypes loads it. `queue(stream, work)` runs work; default: immediately."""
 
     def __init__(self, queue: Callable[[int, Callable[[], None]], None] | None = None) -> None:
         self._queue = queue or (lambda stream, work: work())
-        self.live: dict[int, Any] = {}  # what was made and not destroyed, by address
+        self.live: dict[int, Any] = {}  # live objects by address
         self._addresses = itertools.count(0x10000, 16)
         self.invalid = self.started = self.searches = 0
         self.algorithm = -1  # the last one
-        self.preference: Any = None  # of the last search
+        self.preference: Any = None  # the last search's
         self.refused = -1  # an epilogue that is not supported
         for name, types in PROTOTYPES.items():
             kind = ctypes.CFUNCTYPE(c_int, *map(_c_type, types.split(", ")))
@@ -172,7 +172,7 @@ class HostLt:
                 function(*args)
             except Refused as refused:
                 status = refused.args[0]
-            except Exception:  # C knows no exceptions
+            except Exception:  # C has no exceptions
                 traceback.print_exc()
                 status = INTERNAL
             self.invalid += status == INVALID
@@ -236,13 +236,13 @@ class HostLt:
                 count.value += 1
 
     def _fit(self, op: Descriptor, a: Layout, b: Layout, c: Layout, d: Layout) -> None:
-        """Refuse what the header forbids, or the library does not support."""
+        """Reject operands that the header forbids or the library does not support."""
         _require(all(each.ld >= each.rows for each in (a, b, c, d)))
         m, k = (a.columns, a.rows) if op[TRANSA] else (a.rows, a.columns)
         k_of_b, n = (b.columns, b.rows) if op[TRANSB] else (b.rows, b.columns)
         _require(k == k_of_b and (c.type, c.rows, c.columns) == (d.type, m, n) == (d.type, d.rows, d.columns))
         _require(a.batch == b.batch == c.batch == d.batch > 0)
-        _require(d.batch == 1 or d.apart >= d.ld * d.columns)  # results may not lie in each other
+        _require(d.batch == 1 or d.apart >= d.ld * d.columns)  # results must not overlap
         _require(d.batch == 1 or op[EPILOGUE] == 1, NOT_SUPPORTED)
         _require(op[BIAS_AT] or not op.has_bias)
         _require(not op.has_aux or (op[AUX_AT] and op[AUX_LD] >= m and op[AUX_LD] % 8 == 0))
@@ -262,7 +262,7 @@ class HostLt:
         _require(all(n % one.alignment == 0 for n in (a, b, c, d, *(x.row_bytes for x in layouts))))
         _require(op.aligned(one.extras) and size >= one.workspace and (workspace or not size))
         self.started, self.algorithm = self.started + 1, int(chosen[7])
-        # What descriptors and factors hold counts when a matmul is started, not when it is done.
+        # Descriptors and factors are read when a matmul is started.
         factors = [float(_numbers(at, Layout(op.types[1], 1, 1, 1))[0, 0]) for at in (alpha, beta)]
         now, operands = op.now(), zip((a, b, c, d), layouts, strict=True)
 
@@ -280,7 +280,7 @@ def _in_batch(at: int, layout: Layout, i: int) -> tuple[int, Layout]:
 
 
 def _view(at: int, layout: Layout) -> Any:
-    """Memory as a column-major matrix."""
+    """View memory as a column-major matrix."""
     dtype, count = DTYPES[layout.type], layout.ld * (layout.columns - 1) + layout.rows
     flat = np.frombuffer((ctypes.c_byte * (count * dtype.itemsize)).from_address(at), dtype)
     return as_strided(flat, (layout.rows, layout.columns), (dtype.itemsize, layout.row_bytes))
@@ -296,7 +296,7 @@ def _store(at: int, layout: Layout, values: Any) -> None:
 
 
 def _as_tf32(values: Any) -> Any:
-    """With eleven significant bits."""
+    """Round to eleven significant bits."""
     fraction, exponent = np.frexp(values)
     return np.ldexp(np.rint(np.ldexp(fraction, 11)), exponent - 11)
 

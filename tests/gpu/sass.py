@@ -1,4 +1,4 @@
-"""The machine code of CUDA kernels by NVIDIA's disassembler: instructions, and which are in loops."""
+"""Disassemble CUDA kernels with NVIDIA's tool: their instructions, and whether each is in a loop."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _DOUBLE = re.compile(r"D(ADD|FMA|MUL|SETP|MNMX)\b|(F2F|I2F|F2I|FRND)\b.*\bF64\b|
 
 
 class Instruction(NamedTuple):
-    op: str  # with its modifiers: "LDG.E.128"
+    op: str  # includes modifiers: "LDG.E.128"
     in_loop: bool
 
     @property
@@ -39,7 +39,7 @@ Kernel = list[Instruction]
 
 @cache
 def disassembler() -> Path | None:
-    """nvdisasm of PyPI's wheel, of a toolkit that CUDA_HOME names, or in the PATH."""
+    """Find nvdisasm in PyPI's wheel, a toolkit in CUDA_HOME, or the PATH."""
     wheels = find_spec("nvidia")
     for folder in (wheels.submodule_search_locations if wheels else None) or ():
         for tool in Path(folder).glob("*/bin/nvdisasm"):
@@ -51,7 +51,7 @@ def disassembler() -> Path | None:
 
 
 def disassembled(cubin: bytes) -> dict[str, Kernel]:
-    """Every kernel of a cubin."""
+    """Return every kernel of a cubin."""
     tool = disassembler()
     assert tool is not None
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
@@ -64,7 +64,7 @@ def disassembled(cubin: bytes) -> dict[str, Kernel]:
 
 
 def _kernel(text: str) -> Kernel:
-    """A loop is what lies between a label and a later branch to it."""
+    """Parse instructions. A loop extends from a label to a branch back to the label."""
     ops: list[str] = []
     labels: dict[str, int] = {}
     branches: list[tuple[int, str]] = []
@@ -83,5 +83,5 @@ def _kernel(text: str) -> Kernel:
 
 
 def count(kernel: Kernel, words: str) -> int:
-    """How many instructions have all these modifiers."""
+    """Count the instructions that have all these modifiers."""
     return sum(instruction.matches(words) for instruction in kernel)

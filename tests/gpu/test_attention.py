@@ -1,5 +1,3 @@
-"""Our own attention kernels against the reference in float64, and the instructions of tensor cores."""
-
 import math
 from dataclasses import dataclass
 
@@ -22,24 +20,23 @@ REFERENCE = Kernels("float64")
 
 
 def kernels(storage, on=None):
-    """With our own attention, and NaN in scratch memory before each operation."""
+    """Return kernels with our own attention, and NaN in scratch memory before each operation."""
     return poisoning(CudaKernels(on or device(), None, storage))
 
 
 def older():
-    """A device without tensor cores that know bfloat16, which runs the other source."""
+    """Return a device without bfloat16 tensor cores, which runs the other source."""
     return HostDevice(capability=(7, 5))
 
 
 def stored(k, numbers, wide=False):
-    """Rounded to the storage type, or to the type of statistics; NaN stays NaN."""
+    """Round to the storage type, or to the type of statistics."""
     array = (k.accum_zeros if wide else k.zeros)(*numbers.shape)
     k.put(array, numbers)
     return array
 
 
 def random(k, *shape, seed, scale=1.0):
-    """Numbers that are exact in the storage type."""
     return values(k, stored(k, np.random.default_rng(seed).standard_normal(shape) * scale))
 
 
@@ -53,7 +50,7 @@ def values(k, array):
 
 @dataclass(frozen=True)
 class Case:
-    """Random qkv and dy, what the kernels make of them and what the reference does."""
+    """Random qkv and dy, and their attention by kernels and by the reference."""
 
     n_seq: int
     seq_len: int
@@ -61,7 +58,7 @@ class Case:
     head: int
     group: int = 1
     steep: float = 1.0
-    documents: tuple[int, ...] = ()  # their lengths, side by side in each sequence
+    documents: tuple[int, ...] = ()  # lengths of packed documents in each sequence
     window: int = 0
 
     def inputs(self, k):
@@ -73,7 +70,7 @@ class Case:
         return self.computed(REFERENCE, inputs=self.inputs(k))
 
     def computed(self, k, back=None, inputs=None):
-        """By these kernels; the gradient by those of another device, if that is given."""
+        """Compute with these kernels; `back`: kernels for the gradient."""
         qkv, dy = (stored(k, each) for each in inputs or self.inputs(k))
         (n, wide), c = qkv.shape, self.n_head * self.head
         y, dqkv, lse = poisoned(k, n, c), poisoned(k, n, wide), poisoned(k, n, self.n_head, wide=True)
@@ -81,7 +78,7 @@ class Case:
         positions = k.integers(np.tile(of_each, self.n_seq)) if self.documents else None
         mask, db = AttentionMask(self.seq_len, positions, self.window), np.arange(wide, dtype=float)
         k.attention(y, lse, qkv, mask)
-        if k is REFERENCE:  # which has them in another order
+        if k is REFERENCE:  # stores them in another order
             found = values(k, lse).reshape(self.n_seq, self.seq_len, self.n_head).swapaxes(1, 2)
         else:
             found = values(k, lse).reshape(self.n_seq, self.n_head, self.seq_len)
@@ -103,7 +100,6 @@ class Case:
 
 
 def distance(got, wanted):
-    """The norm of the difference, relative; infinite if anything is not finite."""
     if not np.isfinite(got).all():
         return math.inf
     return float(np.linalg.norm(got - wanted) / max(np.linalg.norm(wanted), 1e-300))
@@ -116,6 +112,7 @@ TENSOR_CORES = [
     *([(1, 200, 2, head) for head in range(16, 129, 16)] * ON_GPU),
 ]
 CASES = [
+    *(("bfloat16", Case(*sizes)) for sizes in TENSOR_CORES),
     *(("float64", Case(*sizes)) for sizes in [(3, 7, 5, 5), (1, 5, 1, 256), (2, 37, 6, 5, 3)]),
     *(("float32", Case(*sizes)) for sizes in [(3, 65, 3, 1), (1, 130, 1, 80), (2, 65, 3, 12, 3)]),
     *(
@@ -132,30 +129,25 @@ CASES = [
 
 
 @pytest.mark.parametrize(("storage", "case"), CASES, ids=str)
-def test_attention_and_its_gradient_are_the_reference_s(storage, case):
+def test_attention_matches_reference(storage, case):
     case.check(kernels(storage), storage)
 
 
 @needs_the_processor
-def test_attention_in_bfloat16_without_tensor_cores_is_the_reference_s():
+def test_attention_without_tensor_cores_matches_reference():
     for sizes in [(3, 33, 1, 5), (2, 33, 4, 5, 2)]:
         Case(*sizes).check(kernels("bfloat16", older()), "bfloat16")
 
 
-@pytest.mark.parametrize("sizes", TENSOR_CORES, ids=str)
-def test_attention_on_tensor_cores_is_the_reference_s(sizes):
-    Case(*sizes).check(kernels("bfloat16"), "bfloat16")
-
-
 @needs_the_processor
-def test_each_source_s_gradient_goes_with_the_other_s_forward_pass():
+def test_gradient_accepts_forward_pass_of_other_source():
     able, lesser = kernels("bfloat16", HostDevice()), kernels("bfloat16", older())
     Case(1, 65, 2, 64).check(able, "bfloat16", lesser)
     Case(1, 65, 2, 64).check(lesser, "bfloat16", able)
 
 
 @pytest.mark.parametrize(("storage", "head", "most"), [("float64", 16, 1e-14), ("bfloat16", 64, 1e-2)])
-def test_one_position_attends_to_itself_and_gives_no_gradient_to_scores(storage, head, most):
+def test_single_position_attends_to_itself(storage, head, most):
     case, k = Case(3, 1, 3, head), kernels(storage)
     got = case.computed(k)
     assert np.abs(got["dq"]).max() < most and np.abs(got["dk"]).max() < most
@@ -164,7 +156,7 @@ def test_one_position_attends_to_itself_and_gives_no_gradient_to_scores(storage,
     assert np.array_equal(got["dv"], dy)
 
 
-def test_scores_far_from_zero_neither_overflow_nor_vanish():
+def test_extreme_scores_stay_finite():
     case, k = Case(1, 65, 1, 16, steep=30.0), kernels("float32")
     got, wanted = case.computed(k), case.wanted(k)
     for name, found in got.items():
@@ -173,8 +165,8 @@ def test_scores_far_from_zero_neither_overflow_nor_vanish():
     case = Case(1, 65, 1, 64, steep=3.0)
     assert np.abs(case.wanted(k)["lse"]).max() > 25
     case.check(k, "bfloat16")
-    # Here all weight lies on one position or two. Gradients of scores are differences of nearly equals,
-    # one of which is made of the rounded y, and have no digits left; those of values have all.
+    # All weight is on one or two positions. Score gradients have no significant digits, since they are differences
+    # of almost equal numbers; value gradients are accurate.
     case = Case(1, 65, 1, 64, steep=100.0)
     got, wanted = case.computed(k), case.wanted(k)
     assert np.isfinite(got["dq"]).all() and np.isfinite(got["dk"]).all()
@@ -183,22 +175,19 @@ def test_scores_far_from_zero_neither_overflow_nor_vanish():
 
 @needs_the_processor
 @pytest.mark.parametrize(("storage", "sizes"), [("float32", (1, 65, 2, 16, 2)), ("bfloat16", (1, 65, 2, 64, 2))])
-def test_the_order_of_blocks_and_threads_changes_no_bit(storage, sizes):
+def test_thread_order_changes_no_bit_of_attention(storage, sizes):
     ahead, *others = (Case(*sizes).computed(kernels(storage, HostDevice(order=order))) for order in ORDERS)
     for name, found in ahead.items():
         assert all(np.array_equal(found, other[name]) for other in others), name
 
 
 @needs_the_processor
-@pytest.mark.parametrize(
-    ("kind", "storage", "head", "source"),
-    [
-        (HostDevice, "bfloat16", 64, "attention_mma"),
-        *((HostDevice, *other, "attention") for other in [("float32", 64), ("bfloat16", 5), ("bfloat16", 144)]),
-        (older, "bfloat16", 64, "attention"),
-    ],
-)
-def test_tensor_cores_are_for_bfloat16_on_able_devices_and_heads_that_they_can(kind, storage, head, source):
+@pytest.mark.parametrize(("kind", "storage", "head", "source"), [
+    (HostDevice, "bfloat16", 64, "attention_mma"),
+    *((HostDevice, *other, "attention") for other in [("float32", 64), ("bfloat16", 5), ("bfloat16", 144)]),
+    (older, "bfloat16", 64, "attention"),
+])  # fmt: skip
+def test_tensor_cores_are_used_if_supported(kind, storage, head, source):
     on = kind()
     Case(1, 2, 1, head).computed(kernels(storage, on))
     on.synchronize()
@@ -206,7 +195,7 @@ def test_tensor_cores_are_for_bfloat16_on_able_devices_and_heads_that_they_can(k
     assert used - {"reduce"} == {source}
 
 
-def test_every_head_size_has_tiles_that_fit_the_shared_memory():
+def test_tiles_of_every_head_size_fit_shared_memory():
     for real_bytes in (4, 8):
         for head in range(1, 257):
             shape = attention_shape(head, real_bytes, 1)
@@ -214,21 +203,11 @@ def test_every_head_size_has_tiles_that_fit_the_shared_memory():
                 assert tile in TILES and 0 < shared <= SHARED_LIMIT, (head, real_bytes)
 
 
-# ---- decoding
-
-
-@pytest.mark.parametrize(
-    ("storage", "prompt", "sizes", "n_parts", "window"),
-    [
-        ("float64", 7, (3, 1, 1, 5), 1, 0),
-        ("float64", 7, (3, 6, 2, 5), 1, 3),
-        ("float32", 33, (1, 3, 3, 80), 5, 0),
-        ("float32", 33, (2, 3, 1, 12), 2, 34),
-        ("bfloat16", 33, (1, 2, 1, 64), 3, 9),
-    ],
-)
-def test_attention_with_a_cache_is_the_reference_s(storage, prompt, sizes, n_parts, window, monkeypatch):
-    """A prompt and three steps; then the cache."""
+@pytest.mark.parametrize(("storage", "prompt", "sizes", "n_parts", "window"), [
+    ("float64", 7, (3, 1, 1, 5), 1, 0), ("float64", 7, (3, 6, 2, 5), 1, 3), ("float32", 33, (1, 3, 3, 80), 5, 0),
+    ("float32", 33, (2, 3, 1, 12), 2, 34), ("bfloat16", 33, (1, 2, 1, 64), 3, 9),
+])  # fmt: skip
+def test_cached_attention_matches_reference(storage, prompt, sizes, n_parts, window, monkeypatch):
     monkeypatch.setattr(attention, "cached_parts", lambda *_: n_parts)
     n_seq, n_head, kv_heads, head = sizes
     k, steps, c = kernels(storage), 3, n_head * head
@@ -247,15 +226,14 @@ def test_attention_with_a_cache_is_the_reference_s(storage, prompt, sizes, n_par
     assert np.isnan(found[:, :, :, position:]).all()
 
 
-def test_decoding_is_cut_into_parts_only_where_the_device_would_be_idle():
+def test_decoding_is_split_only_on_idle_devices():
     assert cached_parts(12, 1024, 132) == 4  # 256 keys each
     assert cached_parts(12, 100_000, 132) == 22  # two blocks for each multiprocessor
     assert cached_parts(12 * 500, 1024, 132) == 1  # a prompt
     assert cached_parts(1, 1, 132) == 1
 
 
-# ---- the stand-ins for the instructions, against the PTX ISA's figures written down a second time
-
+# Emulated instructions are compared with the figures of the PTX ISA.
 INSTRUCTIONS = """
 extern "C" __global__ void load(unsigned* out, const unsigned* tile, int transposed) {
     __shared__ __align__(16) unsigned rows[32 * 4];
@@ -296,21 +274,21 @@ def _run(kernel, *args):
 
 @needs_the_processor
 @pytest.mark.parametrize("transposed", [0, 1])
-def test_matrices_out_of_shared_memory_are_dealt_as_documented(transposed):
+def test_matrices_are_loaded_as_documented(transposed):
     matrices = np.arange(4 * 8 * 8, dtype=np.uint16).reshape(4, 8, 8)
     out, _ = _run("load", np.zeros(128, np.uint32), matrices.reshape(-1).view(np.uint32), transposed)
     dealt = matrices.swapaxes(1, 2) if transposed else matrices
-    # Row r of matrix i goes to lanes 4 r … 4 r + 3, two neighbours to each, into register i.
+    # Row r of matrix i goes to register i of lanes 4 r to 4 r + 3, two numbers each.
     wanted = np.ascontiguousarray(dealt).reshape(4, 32, 2).swapaxes(0, 1)
     assert np.array_equal(out.view(np.uint16).reshape(32, 4, 2), wanted)
 
 
 @needs_the_processor
-def test_a_product_of_fragments_is_the_product_of_the_matrices_they_are_of():
+def test_fragment_product_matches_matrices():
     rng = np.random.default_rng(0)
     a, b = rng.integers(-8, 9, (16, 16)), rng.integers(-8, 9, (16, 8))
     c = rng.integers(-8, 9, (16, 8))
-    # The figures' quarters of a: upper left, lower left, upper right, lower right; the halves of b and of c.
+    # Quarters of a as in the figures: upper left, lower left, upper right, lower right. Then halves of b and c.
     quarters = np.stack([a[:8, :8], a[8:, :8], a[:8, 8:], a[8:, 8:]])
     left = to_bfloat16(quarters).reshape(4, 32, 2).swapaxes(0, 1).copy().view(np.uint32)
     columns = np.stack([b[:8].T, b[8:].T])
@@ -324,7 +302,7 @@ def test_a_product_of_fragments_is_the_product_of_the_matrices_they_are_of():
 
 
 @needs_the_processor
-def test_copies_arrive_when_they_are_waited_for():
+def test_copies_arrive_after_waiting():
     numbers = np.arange(128, dtype=np.uint32)
     early, late, _ = _run("copies", np.zeros_like(numbers), np.zeros_like(numbers), numbers)
     assert (early == 0xFFFFFFFF).all()

@@ -1,5 +1,3 @@
-"""One pass for all sequences on a GPU: launches, plans, copies, and the answers to requests."""
-
 from collections import Counter
 from dataclasses import replace
 
@@ -20,11 +18,10 @@ from test_cuda_model import alike
 
 from models import VARIANTS
 
-needs_counts = pytest.mark.skipif(ON_GPU, reason="the stand-in counts launches")
+needs_counts = pytest.mark.skipif(ON_GPU, reason="counts emulated launches")
 
 
 def launches(work):
-    """Of our kernels, and matmuls of the library."""
     on = device()
     on.synchronize()
     before = len(on.xp.launches)
@@ -35,7 +32,7 @@ def launches(work):
 
 @pytest.fixture
 def calls(monkeypatch):
-    """A function that notes what a method is called with from here on, and the list of that."""
+    """Return a function that records a method's calls in a list."""
     noted = []
 
     def note(kind, name, of):
@@ -48,7 +45,7 @@ def calls(monkeypatch):
 
 @needs_counts
 @pytest.mark.parametrize("kind", ["gpt2", "modern"])
-def test_launches_of_a_token_do_not_grow_with_the_sequences(kind, cuda_kernels, calls):
+def test_launches_per_token_do_not_grow_with_sequences(kind, cuda_kernels, calls):
     model, _ = alike(VARIANTS[kind], cuda_kernels("float32"))
     lanes, found = BatchedSlots(model, 16), {}
     matmuls = calls(LtMatmul, "run", lambda *args: 1)
@@ -63,7 +60,7 @@ def test_launches_of_a_token_do_not_grow_with_the_sequences(kind, cuda_kernels, 
 
 
 @pytest.mark.ci
-def test_prompts_of_many_lengths_share_their_plans(cuda_kernels):
+def test_prompt_lengths_share_plans(cuda_kernels):
     config = replace(VARIANTS["gpt2"], seq_len=96)
     model, _ = alike(config, cuda_kernels.__wrapped__("float32"))
     lanes, counts = BatchedSlots(model, 2), set()
@@ -75,16 +72,10 @@ def test_prompts_of_many_lengths_share_their_plans(cuda_kernels):
 
 @pytest.mark.ci
 @pytest.mark.parametrize("kind, dtype", [("modern", "float64"), ("gpt2", "float32")])
-def test_requests_are_answered_as_by_the_reference(kind, dtype, cuda_kernels):
+def test_requests_match_reference(kind, dtype, cuda_kernels):
     model, twin = alike(VARIANTS[kind], cuda_kernels(dtype))
-    how = [
-        {},
-        {"temperature": 0.9, "top_k": 5, "logprobs": 2},
-        {"temperature": 0.8, "top_p": 0.9},
-        {"temperature": 0.8, "logprobs": 2},
-        {"temperature": 0.8, "min_p": 0.1},
-        {"lookup": 3},
-    ]
+    how = [{}, {"lookup": 3}, {"temperature": 0.9, "top_k": 5, "logprobs": 2}]
+    how += [{"temperature": 0.8, **more} for more in ({"top_p": 0.9}, {"logprobs": 2}, {"min_p": 0.1})]
     requests = [
         Request(prompt=[1 + i, 2, 3], max_new_tokens=12, n=2, seed=i, overflow=("slide", "shift")[i % 2], **each)
         for i, each in enumerate(how)
@@ -96,7 +87,7 @@ def test_requests_are_answered_as_by_the_reference(kind, dtype, cuda_kernels):
 
 
 @needs_counts
-def test_a_shared_prompt_never_leaves_the_device(cuda_kernels, monkeypatch):
+def test_shared_prompt_stays_on_the_device(cuda_kernels, monkeypatch):
     model, _ = alike(VARIANTS["modern"], cuda_kernels("float32"))
     lanes = BatchedSlots(model, 3)
     lanes.feed([Feed(0, 0, [1, 2, 3, 4], 0)])
@@ -112,22 +103,22 @@ def test_a_shared_prompt_never_leaves_the_device(cuda_kernels, monkeypatch):
     [({"logprobs": 50}, 64), ({"temperature": 0.8}, 1), ({"temperature": 0.01, "top_p": 0.9}, 64)],
     ids=str,
 )
-def test_few_bytes_travel(how, found, cuda_kernels, calls):
-    """A step of 8 sequences. Where tokens are drawn, it is from all; with top-p 64 are enough, as it is cold."""
+def test_few_bytes_are_copied_per_token(how, found, cuda_kernels, calls):
+    """Tokens without top-p are drawn from all scores; with top-p 0.9 and a low temperature, the top 64 suffice."""
     model, _ = alike(replace(VARIANTS["gpt2"], vocab_size=5000), cuda_kernels("float32"))
     engine = Engine(BatchedSlots(model, 8))
     engine.submit(Request(prompt=[1, 2], max_new_tokens=5, n=8, **how))
-    for _ in range(2):  # the prompt; what all have of it
+    for _ in range(2):  # the prompt, and its copies
         engine.step()
     sizes = calls(CudaKernels, "to_host", lambda self, x: x.nbytes)
     assert len(engine.step()) == 8
-    # Tokens, their scores, a sum; of what was drawn a token in int32, a score and a sum in float64.
+    # Tokens, scores and a sum; per drawn token, an int32 token, a float64 score and a float64 sum.
     assert sum(sizes) == 8 * (4 * found + 4 * (found + 1) + (20 if "temperature" in how else 0))
 
 
 @pytest.mark.ci
-def test_tokens_are_drawn_as_on_the_host(cuda_kernels):
-    """Of the scores of one pass the host draws the same tokens, but for a number next to a border."""
+def test_device_sampling_matches_host(cuda_kernels):
+    """Tokens may differ only if the random number is next to a border."""
     kernels = cuda_kernels("float32")
     random, rows, vocab, turns, differ = np.random.default_rng(5), 64, 5000, 8, 0
     scores, tokens = kernels.zeros(rows, vocab + 24), kernels.integers(np.zeros(rows))
@@ -151,14 +142,14 @@ def test_tokens_are_drawn_as_on_the_host(cuda_kernels):
 
 
 @needs_counts
-def test_what_is_not_a_number_stays_so_where_a_cache_is_read_in_parts(cuda_kernels):
-    """A damaged model shall not write plausible text: a sum of nothing is 0, one of NaN is not."""
+def test_nan_survives_cached_attention_in_parts(cuda_kernels):
+    """A corrupt model must not generate plausible text."""
     k = cuda_kernels("float32")
     random = np.random.default_rng(1)
     cache, qkv, y = k.zeros(2, 1, 2, 600, 8), k.zeros(1, 48), k.zeros(1, 16)
     k.put(cache, random.standard_normal((2, 1, 2, 600, 8)))
     values = random.standard_normal((1, 48))
-    values[0, 0] = np.nan  # in q of the first of two heads
+    values[0, 0] = np.nan  # the first of two heads has a NaN in q
     k.put(qkv, values)
     assert cached_parts(2, 600, k.device.multiprocessors) > 1
     k.attention_cached(y, cache, qkv, k.integers([500]), 0)
@@ -166,7 +157,7 @@ def test_what_is_not_a_number_stays_so_where_a_cache_is_read_in_parts(cuda_kerne
     assert np.isnan(found[0, :8]).all() and np.isfinite(found[0, 8:]).all()
 
 
-def test_lanes_take_half_of_what_is_free(cuda_kernels, monkeypatch):
+def test_slots_use_half_of_free_memory(cuda_kernels, monkeypatch):
     model, _ = alike(VARIANTS["gpt2"], cuda_kernels("float32"))
     one = slots_that_fit(model, 1 << 40, memory=1 << 30)
     monkeypatch.setattr(type(model.kernels), "free_memory", lambda self: 2 << 30)
@@ -174,7 +165,7 @@ def test_lanes_take_half_of_what_is_free(cuda_kernels, monkeypatch):
     assert slots_that_fit(model, 128) == 128
 
 
-def test_scores_that_are_not_finite_are_known_on_the_device(cuda_kernels):
+def test_nonfinite_scores_are_detected_on_the_device(cuda_kernels):
     model, _ = alike(VARIANTS["modern"], cuda_kernels("float32"))
     lanes = BatchedSlots(model, 2)
     head = np.array(model.kernels.to_host(model.head))

@@ -1,5 +1,3 @@
-"""What was found fastest is kept for later starts, and shared by equal GPUs of a job, but with no others."""
-
 from dataclasses import replace
 
 import numpy as np
@@ -28,23 +26,18 @@ def folder(tmp_path, monkeypatch):
 
 
 def start(facts=("H100",), **how):
-    """What a new process has: nothing chosen yet."""
     bench = Bench(**how)
     bench.kept = TuningCache(facts)
     return bench
 
 
 def found(bench, kind=LARGE):
-    """Compute; the algorithms that were timed, and the one that ran."""
     compute(bench.matmuls, kind)
     return bench.timed, bench.stand_in.algorithm
 
 
-# -- kept for later starts
-
-
 @pytest.mark.parametrize("kind", [LARGE, SUMMED])
-def test_a_second_start_times_nothing_and_takes_the_same_unless_told(folder, kind, monkeypatch):
+def test_second_start_reuses_choices(folder, kind, monkeypatch):
     first, second = start(takes={IN_PARTS: 0.5}), start(takes={ANY: 0.5})
     assert found(first, kind)[0] and len(list(folder.glob("*.choice"))) == 1
     assert found(second, kind) == ([], IN_PARTS)
@@ -55,7 +48,7 @@ def test_a_second_start_times_nothing_and_takes_the_same_unless_told(folder, kin
     assert found(start(), kind) == ([], ANY)
 
 
-def test_other_gpus_libraries_arithmetic_kinds_and_code_time_for_themselves(folder, monkeypatch):
+def test_choices_depend_on_gpu_library_and_code(folder, monkeypatch):
     newer = start()
     newer.matmuls.about = (newer.lt.version + 1, False)
     for other in (start(), start(("H200",)), newer, start(tf32=True)):
@@ -75,21 +68,13 @@ def of_algorithm(number, mark=None):
     return replaced
 
 
-@pytest.mark.parametrize(
-    "spoil",
-    [
-        lambda path, content: path.write_bytes(path.read_bytes()[:-1] + b"\1"),
-        lambda path, content: path.write_bytes(b""),
-        lambda path, content: write_checked(path, content[:-1]),
-        of_algorithm(99),
-        of_algorithm(ANY, mark=1),
-        of_algorithm(UNFIT),
-        of_algorithm(BREAKING),  # the library takes it for a good one, and cannot start it
-        of_algorithm(TOO_MUCH_WORKSPACE),
-    ],
-)
+@pytest.mark.parametrize("spoil", [
+    lambda path, content: path.write_bytes(path.read_bytes()[:-1] + b"\1"), lambda path, content: path.write_bytes(b""),
+    lambda path, content: write_checked(path, content[:-1]), of_algorithm(99), of_algorithm(ANY, mark=1),
+    *map(of_algorithm, (UNFIT, BREAKING, TOO_MUCH_WORKSPACE)),  # BREAKING is accepted, but fails when started
+])  # fmt: skip
 @pytest.mark.parametrize("kind", [LARGE, SUMMED])
-def test_what_is_damaged_or_not_for_this_library_is_timed_anew_and_replaced(folder, spoil, kind):
+def test_unusable_choice_is_timed_again(folder, spoil, kind):
     found(start(takes={WIDEST: 0.5}), kind)
     (path,) = folder.glob("*.choice")
     right = read_checked(path)
@@ -99,7 +84,7 @@ def test_what_is_damaged_or_not_for_this_library_is_timed_anew_and_replaced(fold
     assert timed and taken == WIDEST and read_checked(path) == right
 
 
-def test_determinism_and_a_cache_that_cannot_be_written_keep_nothing(folder, monkeypatch):
+def test_deterministic_or_unwritable_cache_keeps_nothing(folder, monkeypatch):
     found(start(deterministic=True))
     assert not list(folder.glob("*.choice"))
     monkeypatch.setenv("XDG_CACHE_HOME", "/proc/none")
@@ -108,9 +93,9 @@ def test_determinism_and_a_cache_that_cannot_be_written_keep_nothing(folder, mon
         assert found(start())[0]
 
 
-def test_the_faster_of_two_ways_is_kept_too(folder):
+def test_faster_way_is_kept(folder):
     def ways(*versions, **about):
-        """Let a device choose between two, of which the second is faster; what ran."""
+        """Choose between two ways, the second faster; return the ways that ran."""
         ran, device = [], CupyDevice(0, xp=FakeCupy(**about))
         if versions:
             device.keep_choices(*versions)
@@ -129,7 +114,7 @@ def test_the_faster_of_two_ways_is_kept_too(folder):
 
 @pytest.mark.ci
 @needs_the_processor
-def test_a_run_times_nothing_the_second_time(folder, gpu, tmp_path, monkeypatch):
+def test_second_run_times_nothing(folder, gpu, tmp_path, monkeypatch):
     timed, times, counts = [], CupyDevice.times, []
     monkeypatch.setattr(CupyDevice, "times", lambda *args: timed.append(1) or times(*args))
     for name in ("a", "b"):
@@ -138,11 +123,8 @@ def test_a_run_times_nothing_the_second_time(folder, gpu, tmp_path, monkeypatch)
     assert counts[0] > 5 and counts[1] == counts[0]
 
 
-# -- shared by equal GPUs
-
-
 class Gpu:
-    """A rank's GPU that finds one algorithm the fastest, and has recorded a matmul."""
+    """A rank's GPU with a fastest algorithm and a recorded matmul."""
 
     def __init__(self, favourite, name="Fake GPU", kinds=(LARGE,), way=0, tf32=False):
         self.device, self.favourite = CupyDevice(0, xp=FakeCupy()), favourite
@@ -174,7 +156,7 @@ class Gpu:
         return seconds
 
     def ran(self):
-        """The algorithm that the recorded work runs now, and how often it was recorded so far."""
+        """Return the algorithm of the recorded work, and the number of recordings."""
         for _ in range(2):
             self.work()
         self.device.synchronize()
@@ -182,7 +164,7 @@ class Gpu:
 
 
 def after_agreement(*gpus):
-    """What they run after they have shared what they have found."""
+    """Share the choices; return `ran` of each GPU."""
 
     def act(comm):
         gpu = gpus[comm.rank]
@@ -192,7 +174,7 @@ def after_agreement(*gpus):
     return [gpu.ran() for gpu in gpus]
 
 
-def test_gpus_with_equal_library_and_arithmetic_take_the_algorithm_of_the_first_and_record_it():
+def test_equal_gpus_share_the_first_algorithm():
     gpus = [Gpu(IN_PARTS), Gpu(WIDEST, name="Older GPU"), Gpu(ANY), Gpu(ANY, name="Older GPU"), Gpu(IN_PARTS)]
     gpus += [Gpu(ANY, tf32=True), Gpu(WIDEST)]
     gpus[-1].matmuls.about = (1, False)
@@ -201,22 +183,22 @@ def test_gpus_with_equal_library_and_arithmetic_take_the_algorithm_of_the_first_
     assert after_agreement(*gpus) == wanted
 
 
-def test_what_the_first_has_not_timed_is_chosen_by_each():
+def test_kinds_the_first_has_not_timed_are_chosen_per_gpu():
     first, second = Gpu(WIDEST), Gpu(ANY, kinds=(LARGE, OTHER))
     assert after_agreement(first, second)[1] == (ANY, 2)  # the other kind comes last
     own, more = first.matmuls.chosen(), second.matmuls.chosen()
     assert (len(own), len(more)) == (1, 2) and own.items() <= more.items()
-    # An algorithm that nobody knows is nobody's choice.
+    # An unknown algorithm is not adopted.
     assert not first.matmuls.adopt(dict.fromkeys(own, "00" * 64)) and first.matmuls.chosen() == own
 
 
-def test_the_way_to_compute_something_is_the_firsts_too():
+def test_way_of_the_first_is_shared():
     gpus = [Gpu(ANY, way=1), Gpu(ANY, way=0, kinds=(LARGE, OTHER)), Gpu(ANY, way=0, name="Older GPU")]
     assert [recorded for _, recorded in after_agreement(*gpus)] == [1, 2, 1]
     assert [gpu.device.choices for gpu in gpus] == [{LARGE: 1}, {LARGE: 1, OTHER: 0}, {LARGE: 0}]
 
 
-def test_a_run_shares_once_after_its_first_step(monkeypatch):
+def test_run_shares_choices_after_its_first_step(monkeypatch):
     asked = []
     monkeypatch.setattr(Kernels, "agree", lambda self, gather: asked.append(gather(b"own")))
     for steps in (1, 3):

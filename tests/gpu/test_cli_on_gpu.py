@@ -1,5 +1,3 @@
-"""`train` and `infer` in the GPU stages, from the command line to the files; stand-ins where no GPU is."""
-
 import json
 import shutil
 from types import SimpleNamespace
@@ -28,7 +26,7 @@ def serial(tmp_path_factory):
 
 @pytest.mark.ci
 @pytest.mark.parametrize("dtype,tolerance", [("float32", 1e-4), ("bfloat16", 2e-2)])
-def test_training_gives_the_losses_of_the_serial_stage(dtype, tolerance, gpu, serial, tmp_path):
+def test_gpu_training_matches_serial(dtype, tolerance, gpu, serial, tmp_path):
     result = gpu_train(gpu, tmp_path / "run", *STEPS, "--dtype", dtype)
     np.testing.assert_allclose(losses(tmp_path / "run"), losses(serial), rtol=tolerance)
     assert "GPU 0" in result.stdout and (ON_GPU or ("slower" in result.stdout) == (dtype == "bfloat16")), result.stdout
@@ -37,7 +35,7 @@ def test_training_gives_the_losses_of_the_serial_stage(dtype, tolerance, gpu, se
 
 @pytest.mark.slow
 @pytest.mark.parametrize("how", ["--set cuda_graph=false --grad-accum 2 --recompute block", "--deterministic --tf32"])
-def test_no_option_changes_what_is_learned(how, gpu, serial, tmp_path):
+def test_options_do_not_change_losses(how, gpu, serial, tmp_path):
     gpu_train(gpu, tmp_path / "run", *STEPS, *how.split())
     tolerance = 1e-2 if ON_GPU and "--tf32" in how else 1e-4
     np.testing.assert_allclose(losses(tmp_path / "run"), losses(serial), rtol=tolerance)
@@ -46,7 +44,7 @@ def test_no_option_changes_what_is_learned(how, gpu, serial, tmp_path):
 @pytest.mark.ranks
 @pytest.mark.slow
 @needs_mpi
-def test_ranks_on_one_gpu_give_the_losses_of_one_and_of_the_cpu_in_local_steps(gpu, tmp_path):
+def test_ranks_on_one_gpu_match_serial(gpu, tmp_path):
     words = ("--dtype", "float64", "--grad-accum", "2")
     alone = train(tmp_path / "serial", *STEPS, *words)
     words += ("--allreduce", "host")
@@ -64,8 +62,7 @@ def test_ranks_on_one_gpu_give_the_losses_of_one_and_of_the_cpu_in_local_steps(g
 
 
 @pytest.mark.ci
-def test_a_run_moves_from_the_cpu_to_the_gpu_and_back(gpu, serial, tmp_path):
-    """Two steps there, two here; then a bfloat16 run is finished on the CPU."""
+def test_run_moves_between_cpu_and_gpu(gpu, serial, tmp_path):
     out = tmp_path / "moving"
     shutil.copytree(serial, out)
     shutil.rmtree(out / "checkpoints" / sorted(p.name for p in (out / "checkpoints").iterdir())[-1])
@@ -77,13 +74,10 @@ def test_a_run_moves_from_the_cpu_to_the_gpu_and_back(gpu, serial, tmp_path):
 
 
 @pytest.mark.ci
-def test_inference_writes_what_the_serial_stage_writes(gpu, serial):
+def test_gpu_inference_matches_serial(gpu, serial):
     args = ("infer", "--weights", serial / "weights.safetensors", "--max-new-tokens", "24", "--json", "--dtype")
-    here, *there = (
-        inside(*args, "float32"),
-        *(gpu(*args, dtype, "--stage", "cuda") for dtype in ("float32", "bfloat16")),
-    )
-    tokens = [json.loads(result.stdout)["tokens"] for result in (here, *there)]
+    results = [inside(*args, "float32"), *(gpu(*args, dtype, "--stage", "cuda") for dtype in ("float32", "bfloat16"))]
+    tokens = [json.loads(result.stdout)["tokens"] for result in results]
     assert tokens[0] == tokens[1] and len(tokens[2]) == 24
 
 
@@ -91,7 +85,7 @@ def test_inference_writes_what_the_serial_stage_writes(gpu, serial):
 @pytest.mark.parametrize(
     ("words", "dtype"), [("", "bfloat16"), ("--dtype float32", "float32"), ("--tf32", "float32")], ids=str
 )
-def test_a_gpu_takes_bfloat16_unless_float32_is_named(words, dtype, gpu, tmp_path, monkeypatch):
+def test_gpu_defaults_to_bfloat16(words, dtype, gpu, tmp_path, monkeypatch):
     monkeypatch.delenv(stages.VARIABLE)
     found = gpu_train(gpu, tmp_path, *STEPS, "--steps", "1", *words.split())
     assert RunDirectory(tmp_path).saved().train.dtype == dtype
@@ -99,14 +93,14 @@ def test_a_gpu_takes_bfloat16_unless_float32_is_named(words, dtype, gpu, tmp_pat
 
 
 def chosen_within(monkeypatch, seconds, cold):
-    """Choose a depth by the clock on a GPU whose first steps are that cold. Return what was measured, and it.
+    """Choose a depth by the clock; return the measurements and the choice.
 
-    The GPU is idle up to depth 8, and from then on bound by arithmetic.
+    The GPU's first steps take `cold` seconds. It is idle up to depth 8, and limited by arithmetic above.
     """
     text, now, measured = text_to_learn_from(34e6), [1000.0], []
 
     def speed(stage, run):
-        assert run.train.dtype == "bfloat16"  # as the run that follows
+        assert run.train.dtype == "bfloat16"  # like the run
         depth, first = run.model.n_layer, not measured
         measured.append((depth, run.train.batch_size * run.model.seq_len))
         now[0] += cold * first + 2
@@ -120,11 +114,11 @@ def chosen_within(monkeypatch, seconds, cold):
     return measured, choice
 
 
-def test_within_judges_a_gpu_by_two_probes_once_it_is_warm(monkeypatch):
+def test_within_measures_a_warm_gpu_twice(monkeypatch):
     measured, choice = chosen_within(monkeypatch, 300, 25)
     assert [depth for depth, _ in measured[:2]] == [4, 12] and choice.depth > 8
     assert min(tokens for _, tokens in measured[:2]) >= 1 << 13
-    # A second probe is left out where the first took most of the time.
+    # The second probe is skipped if the first took most of the time.
     assert len(chosen_within(monkeypatch, 60, 25)[0]) >= 2
     assert len(chosen_within(monkeypatch, 5, 1)[0]) == 1
 
@@ -132,7 +126,7 @@ def test_within_judges_a_gpu_by_two_probes_once_it_is_warm(monkeypatch):
 @pytest.mark.parametrize(
     ("words", "named"), [("--threads 2", ("--threads",)), ("--n-layer 20 --n-embd 4096 --steps 1", ("GPU 0", "GiB"))]
 )
-def test_what_does_not_fit_a_gpu_is_refused_before_it_starts(words, named, gpu, tmp_path):
+def test_invalid_gpu_options_are_rejected_before_start(words, named, gpu, tmp_path):
     refused(gpu("train", "--stage", "cuda", *words.split(), "--out", tmp_path / "run"), 2, *named)
     assert not (tmp_path / "run").exists()
 
@@ -140,7 +134,7 @@ def test_what_does_not_fit_a_gpu_is_refused_before_it_starts(words, named, gpu, 
 @pytest.mark.ci
 @pytest.mark.ranks
 @needs_mpi
-def test_each_exchange_is_timed_or_named_with_the_reason_and_others_refused(gpu, tmp_path):
+def test_allreduce_bench_times_every_exchange(gpu, tmp_path):
     words = ["bench", "allreduce", "--stage", "mpi-cuda"]
     few = ["--sizes", "8,70000", "--repeats", "3", "--seconds", "5", "--out", tmp_path, "--json"]
     result = gpu(*words, *few, ranks=2)
@@ -157,10 +151,10 @@ def test_each_exchange_is_timed_or_named_with_the_reason_and_others_refused(gpu,
     assert result.returncode == 2 and "nccl, host" in result.stderr
 
 
-@pytest.mark.skipif(ON_GPU, reason="the weights are ruined from within this process")
+@pytest.mark.skipif(ON_GPU, reason="changes the weights in this process")
 @pytest.mark.parametrize("how", ["", "--set spike_zscore=9", pytest.param("--save sync", marks=pytest.mark.slow)])
-def test_a_bad_step_is_undone(how, gpu, tmp_path, monkeypatch):
-    """Found when its result is read, with the next step under way; with outliers looked for, before."""
+def test_bad_step_is_rolled_back(how, gpu, tmp_path, monkeypatch):
+    """The next step is already queued when the result is read; with outlier detection it is not."""
     launch, ruined = Step.launch, []
 
     def launched(self, step, batches, *flags):

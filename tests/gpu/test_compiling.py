@@ -1,5 +1,3 @@
-"""Every CUDA source becomes machine code for every kind of GPU, no kernel spills, and the cache is sound."""
-
 import functools
 import importlib
 import re
@@ -25,7 +23,7 @@ from sass import count, disassembled, disassembler
 
 needs_nvrtc = pytest.mark.skipif(not compiling.available(), reason="require NVRTC")
 
-# The most important variant of the first is compiled in the ordinary test run, the others in the slow one.
+# The most important variant is compiled in the ordinary test run, the others in the slow one.
 TYPES = {"sm_90": ("bfloat16", "float32", "float64"), "sm_80": ("bfloat16",), "sm_75": ("bfloat16",)}
 CASES = [("sm_90", "bfloat16", 1)]
 CASES += [
@@ -34,26 +32,24 @@ CASES += [
     for type in types
 ]
 
-# Bytes of stack that a kernel may use nevertheless, by kernel, type and architecture.
+# Bytes of stack that a kernel may use, by kernel, type and architecture.
 MAY_SPILL = {
-    ("attention_backward_keys", "bfloat16", "sm_75"): 32,  # a register or two too many on older GPUs only
+    ("attention_backward_keys", "bfloat16", "sm_75"): 32,  # one or two registers too many on older GPUs
     ("attention_backward_keys", "bfloat16", "sm_80"): 32,
-    # By NVRTC 13.0, which a device had: written once a block, read once a tile or less. 3 blocks a
-    # multiprocessor instead of 4, or 2 instead of 1, would cost more.
+    # NVRTC 13.0, used on a real device. The values are stored once per block and loaded at most once per tile. 3 blocks
+    # per multiprocessor, not 4, or 2, not 1, would cost more.
     ("attention_forward", "bfloat16", "sm_90"): 8,  # packed, heads of 64
-    ("attention_backward_keys", "bfloat16", "sm_90"): 24,  # heads of 128; 16 by NVRTC 13.0, 24 by 13.5
-    ("cross_entropy_single", "float64", "sm_90"): 40,  # in a type for checks
-    ("norm_backward_packed", "float64", "sm_90"): 256,  # rows of 5120, likewise
+    ("attention_backward_keys", "bfloat16", "sm_90"): 24,  # heads of 128; 16 with NVRTC 13.0, 24 with 13.5
+    ("cross_entropy_single", "float64", "sm_90"): 40,  # float64 is for checks
+    ("norm_backward_packed", "float64", "sm_90"): 256,  # rows of 5120
     ("norm_backward_single", "float64", "sm_90"): 256,
 }
-REGISTERS = 1 << 16  # that a block may have
-
-
+REGISTERS = 1 << 16  # per block
 sys.path.append(str(Path(__file__).resolve().parents[2] / "benchmarks"))
 kernel_resources = importlib.import_module("kernel_resources")
 
 
-@functools.cache  # one in six is asked for by several tests
+@functools.cache  # tests share one in six
 def compiled(source, defines, arch):
     return compiling.compile_source(source, defines, arch)
 
@@ -65,7 +61,7 @@ def resources(source, defines, arch="sm_90"):
 @needs_nvrtc
 @pytest.mark.parametrize(("arch", "type", "count"), CASES)
 @pytest.mark.parametrize("source", compiling.source_names())
-def test_a_source_compiles_without_warnings_and_its_kernels_stay_in_registers(source, arch, type, count):
+def test_sources_compile_without_spills(source, arch, type, count):
     for defines in list(kernel_resources.variants(source, type))[:count]:
         check(source, defines, type, arch)
 
@@ -76,8 +72,7 @@ def test_a_source_compiles_without_warnings_and_its_kernels_stay_in_registers(so
     ("source", "type"),
     [*((each, "bfloat16") for each in ("attention_mma", "attention_cached", "norm")), ("norm", "float32")],
 )
-def test_so_do_all_variants_that_presets_and_depths_use(source, type):
-    """Groups, windows, documents side by side, and every width."""
+def test_preset_variants_compile_without_spills(source, type):
     found = list(kernel_resources.variants(source, type, *kernel_resources.of_presets()))
     assert len(found) >= 10
     for defines in found:
@@ -99,10 +94,10 @@ def check(source, defines, type, arch):
 @pytest.mark.slow
 @pytest.mark.parametrize("channels", [64, 4104, 12_288])
 @pytest.mark.parametrize("type", TYPES["sm_90"])
-def test_a_norm_of_any_width_can_be_started(type, channels):
+def test_norm_of_any_width_can_start(type, channels):
     _, threads, defines = norm_shape(channels, WIDE[type].itemsize)
     for kernel, takes in resources("norm", (compiling.storage_define(type), *defines)).items():
-        given = -(-takes.registers // 8) * 8  # registers are handed out in eights
+        given = -(-takes.registers // 8) * 8  # allocated in units of eight
         assert given * threads <= REGISTERS and takes.shared <= 48 << 10, (kernel, takes)
 
 
@@ -117,15 +112,11 @@ HEADS = [*range(SIDE, LARGEST_HEAD + 1, SIDE)]
 
 @needs_nvrtc
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("arch", "head", "window"),
-    [
-        *(("sm_80", head, ()) for head in (64, 128)),
-        *(("sm_90", head, ()) for head in HEADS),
-        *(("sm_90", head, ("WINDOW=128",)) for head in (64, 128)),
-    ],
-)
-def test_attention_on_tensor_cores_never_spills_and_enough_blocks_share_a_multiprocessor(arch, head, window):
+@pytest.mark.parametrize(("arch", "head", "window"), [
+    *(("sm_80", head, ()) for head in (64, 128)), *(("sm_90", head, ()) for head in HEADS),
+    *(("sm_90", head, ("WINDOW=128",)) for head in (64, 128)),
+])  # fmt: skip
+def test_tensor_core_attention_fits_registers(arch, head, window):
     used = resources("attention_mma", ("STORAGE_BFLOAT16", *mma_defines(head, 1), *window), arch)
     assert set(used) == {"attention_forward", "attention_backward_queries", "attention_backward_keys"}
     for kernel, takes in used.items():
@@ -135,38 +126,15 @@ def test_attention_on_tensor_cores_never_spills_and_enough_blocks_share_a_multip
         assert takes.registers * 128 * least <= REGISTERS and takes.shared * least <= 164 << 10, (kernel, takes)
 
 
-@needs_nvrtc
-def test_a_kernel_that_spills_is_seen():
-    text = """
-    extern "C" __global__ void __launch_bounds__(1024, 2) hungry(double* p) {
-        double x[48];
-        for (int i = 0; i < 48; i++) x[i] = p[i * 1024 + threadIdx.x];
-        for (int round = 0; round < 9; round++)
-            for (int i = 0; i < 48; i++) x[i] += x[(i * 7 + 1) % 48] * x[(i + 5) % 48];
-        for (int i = 0; i < 48; i++) p[i * 1024 + threadIdx.x] = x[i];
-    }
-    extern "C" __global__ void modest(float* p) {
-        __shared__ float row[64];
-        row[threadIdx.x] = p[threadIdx.x];
-        __syncthreads();
-        p[threadIdx.x] = row[63 - threadIdx.x];
-    }"""
-    used = kernel_resources.resources(compiling.compile_text(text, "hungry.cu", (), "sm_90").report)
-    assert used["hungry"].stack > 0 and used["hungry"].spill_stores > 0 and used["hungry"].spill_loads > 0
-    modest = used["modest"]
-    assert (modest.stack, modest.spill_stores, modest.spill_loads, modest.shared) == (0, 0, 0, 256)
-
-
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
-    """Where sources are, empty."""
     monkeypatch.setattr(compiling, "FOLDER", tmp_path)
     compiling.source_text.cache_clear()
     yield tmp_path
     compiling.source_text.cache_clear()
 
 
-def test_includes_are_put_in_place_once_and_messages_name_the_file_and_line(folder):
+def test_includes_are_inlined_with_line_numbers(folder):
     (folder / "wrong.cuh").write_text("#pragma once\n\ninline int wrong = nonsense;\n")
     (folder / "good.cuh").write_text('#pragma once\n#include "deep.cuh"\n')
     (folder / "deep.cuh").write_text("#pragma once\n")
@@ -178,26 +146,23 @@ def test_includes_are_put_in_place_once_and_messages_name_the_file_and_line(fold
             compiling.compile_source("main", ("SOME",), "sm_90")
 
 
-def test_without_nvrtc_the_error_says_how_to_get_it(monkeypatch):
+def test_missing_nvrtc_names_the_package(monkeypatch):
     monkeypatch.setattr(probe, "load_library", lambda names: None)
-    monkeypatch.setattr(compiling, "load_nvrtc", compiling.load_nvrtc.__wrapped__)  # which keeps what it has found
+    monkeypatch.setattr(compiling, "load_nvrtc", compiling.load_nvrtc.__wrapped__)  # without its cache
     assert not compiling.available()
     with pytest.raises(UsageError, match="pip install nvidia-cuda-nvrtc"):
         compiling.compile_text("", "empty.cu", (), "sm_90")
 
 
 @pytest.mark.parametrize("source", compiling.source_names())
-def test_a_sources_text_stands_alone(source):
+def test_source_text_is_self_contained(source):
     text = compiling.source_text(source)
     assert not re.search(r'^\s*#\s*include\s*"', text, re.MULTILINE) and text.startswith(f'#line 1 "{source}.cu"\n')
 
 
-# -- the cache
-
-
 @pytest.fixture
 def cache(tmp_path, monkeypatch):
-    """The folder; and a compiler that keeps a journal."""
+    """Return the cache directory and the list of requests to a fake compiler."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "temporary"))
     monkeypatch.setattr(compiling, "nvrtc_version", lambda: "13.0")
@@ -214,7 +179,7 @@ def cache(tmp_path, monkeypatch):
 NORM = ("norm", ("X",), "sm_90")
 
 
-def test_compiled_code_is_read_the_next_time_unless_anything_that_decides_it_changed(cache, monkeypatch):
+def test_compiled_code_is_cached_by_all_its_inputs(cache, monkeypatch):
     _, requests = cache
     assert [compiling.cubin(*NORM) for _ in range(3)] == [b"code 1"] * 3
     assert requests == [NORM]
@@ -226,7 +191,7 @@ def test_compiled_code_is_read_the_next_time_unless_anything_that_decides_it_cha
         assert compiling.cubin(*NORM) == f"code {before + 1}".encode(), name
 
 
-def test_the_cache_is_filled_for_all_presets_and_depths(cache):
+def test_cache_is_filled_for_all_presets(cache):
     folder, requests = cache
     count = kernel_resources.fill_cache("sm_90")
     assert count == len(requests) == len(list(folder.iterdir())) > 100
@@ -234,8 +199,8 @@ def test_the_cache_is_filled_for_all_presets_and_depths(cache):
 
 @pytest.mark.ci
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-def test_it_holds_what_models_of_all_presets_request(dtype, monkeypatch):
-    """One layer of each takes a step, packed or not, an update, and generates; nothing is computed."""
+def test_cache_has_everything_that_models_request(dtype, monkeypatch):
+    """One layer of each preset trains a step, packed and unpacked, updates, and generates, without computing."""
     requests = set()
     monkeypatch.setattr(hostlt, "multiply", lambda *about: None)
     monkeypatch.setattr(HostGpu, "started", lambda *about: lambda: None)
@@ -255,8 +220,6 @@ def test_it_holds_what_models_of_all_presets_request(dtype, monkeypatch):
     assert requests <= kernel_resources.of_users(), requests - kernel_resources.of_users()
 
 
-# -- what the compiler made of the kernels: wide loads and stores, tensor cores, no spills, no float64
-
 needs_nvdisasm = pytest.mark.skipif(
     not compiling.available() or disassembler() is None, reason="pip install nvidia-cuda-nvrtc nvidia-cuda-nvdisasm"
 )
@@ -265,18 +228,18 @@ KINDS = [
     pytest.param(*kind, marks=[] if kind == FAST else pytest.mark.slow)
     for kind in (FAST, ("sm_90", "float32"), ("sm_80", "bfloat16"))
 ]
-# Sums in one block, in float64 on purpose.
+# Sums in one block, intentionally in float64.
 IN_DOUBLE = {"sum_all", "add_up", "shrinking", "drawn"}
-# A thread that adds up its squares in float32 hands them over in float64; a single one finds the clip factor.
+# Threads pass float32 sums of squares on in float64; a single thread computes the clip factor.
 ENDS_IN_DOUBLE = {"squares", "squares_of_stored", "update_squares", "adamw_common", "muon_scalars"} | IN_DOUBLE
-# Packed kernels whose results are single values: a sum for a row, or a column.
+# Packed kernels with single values as results: sums of rows or columns.
 SUMS_OF_TILES = {"attention_backward_queries": 1, "attention_backward_keys": 2}
 NARROW_RESULTS = {"linear_few_rows_packed", "sum_slices_packed"}
 
 
 @functools.cache
 def kernels(source, arch, type):
-    """Every kernel of a source: name, macros, instructions. In the ordinary run of the smallest shape."""
+    """Return every kernel's name, description and code; in the ordinary run, of the smallest shape."""
     variants = list(kernel_resources.variants(source, type))
     return [
         (name, f"{name} of {source} {defines} for {arch}", code)
@@ -289,16 +252,16 @@ def kernels(source, arch, type):
 @pytest.mark.ci
 @pytest.mark.parametrize(("arch", "type"), KINDS)
 @pytest.mark.parametrize("source", compiling.source_names())
-def test_kernels_stay_in_registers_and_out_of_float64_and_packed_ones_move_16_bytes(source, arch, type):
+def test_kernels_avoid_spills_and_float64(source, arch, type):
     for name, where, code in kernels(source, arch, type):
         if (name, type, arch) not in MAY_SPILL:
             assert not count(code, "LDL") and not count(code, "STL"), where
-        elif arch == "sm_90" and type == "bfloat16":  # nothing goes out in a loop, and a value at most comes in
+        elif arch == "sm_90" and type == "bfloat16":  # loops store nothing and load at most one value
             spilled = [each.op.split(".")[0] for each in code if each.in_loop and each.op[:3] in ("LDL", "STL")]
             assert spilled in ([], ["LDL"]), where
         doubles = [each for each in code if each.is_double]
         assert name in IN_DOUBLE or not any(each.in_loop for each in doubles), where
-        if name not in ENDS_IN_DOUBLE:  # else arguments, which come as float64, are rounded once
+        if name not in ENDS_IN_DOUBLE:  # others only round float64 arguments
             assert {each.op for each in doubles} <= {"F2F.F32.F64"}, where
         if name.endswith("_packed"):
             assert count(code, "LDG 128"), where
@@ -310,7 +273,7 @@ def test_kernels_stay_in_registers_and_out_of_float64_and_packed_ones_move_16_by
 
 @needs_nvdisasm
 @pytest.mark.parametrize(("arch", "type"), KINDS)
-def test_the_optimizer_moves_16_bytes_and_starts_all_loads_before_a_store(arch, type):
+def test_optimizer_loads_before_it_stores(arch, type):
     loads = {"adamw": 4, "nesterov": 3, "subtract": 2, "round_to_stored": 1}
     stores = {"adamw": 3, "nesterov": 3, "subtract": 1, "round_to_stored": 0}
     found = {name: code for name, _, code in kernels("optimizer", arch, type)}
@@ -325,7 +288,7 @@ def test_the_optimizer_moves_16_bytes_and_starts_all_loads_before_a_store(arch, 
 
 @needs_nvdisasm
 @pytest.mark.parametrize("arch", ["sm_90", pytest.param("sm_80", marks=pytest.mark.slow)])
-def test_attention_in_bfloat16_is_on_tensor_cores_and_copies_past_the_registers(arch):
+def test_bfloat16_attention_uses_tensor_cores(arch):
     products = {"attention_forward": 64, "attention_backward_queries": 48, "attention_backward_keys": 32}
     for name, where, code in kernels("attention_mma", arch, "bfloat16"):
         assert count(code, "HMMA") == count(code, "HMMA 16816 F32 BF16") >= products[name], where
@@ -337,39 +300,45 @@ def test_attention_in_bfloat16_is_on_tensor_cores_and_copies_past_the_registers(
 
 @needs_nvdisasm
 @pytest.mark.parametrize(("arch", "type"), KINDS)
-def test_plain_attention_reads_and_writes_rows_in_pieces_of_16_bytes(arch, type):
+def test_plain_attention_moves_16_bytes(arch, type):
     for _, where, code in kernels("attention_delta", arch, type):
         assert count(code, "LDG 128"), where
     for name, where, code in kernels("attention", arch, type):
         assert count(code, "STG 128") >= 5 and count(code, "LDG 128") >= 9, where
         statistics = count(code, "STG") - count(code, "STG 128")
-        # Sums of columns are a loop of single values, which compilers write out once or twice.
+        # Compilers unroll the loop over column sums once or twice.
         few = {"attention_forward": 4, "attention_backward_queries": 2, "attention_backward_keys": 4}
         assert statistics <= few[name], where
 
 
 @pytest.mark.ci
 @needs_nvdisasm
-def test_mistakes_are_seen():
-    text = """
-    extern "C" __global__ void local(float* p, int i) {
-        float x[64] = {};
-        for (int k = 0; k < i; k++) x[int(p[k])] += p[k * 32 + threadIdx.x];
-        p[threadIdx.x] = x[i];
+def test_spills_float64_and_narrow_stores_are_detected():
+    made = compiling.compile_text("""
+    extern "C" __global__ void __launch_bounds__(1024, 2) hungry(double* p, int n) {
+        double x[48];
+        for (int i = 0; i < 48; i++) x[i] = p[i * 1024 + threadIdx.x];
+        for (int round = 0; round < n; round++)
+            for (int i = 0; i < 48; i++) x[i] += x[(i * 7 + 1) % 48] * x[(i + 5) % 48];
+        for (int i = 0; i < 48; i++) p[i * 1024 + threadIdx.x] = x[i];
     }
-    extern "C" __global__ void doubles(double* p, int n) {
-        double sum = 0;
-        for (int i = threadIdx.x; i < n; i += blockDim.x) sum += p[i] * p[i];
-        p[threadIdx.x] = sum;
+    extern "C" __global__ void once(float* p, const double* q) {
+        __shared__ float row[64];
+        row[threadIdx.x] = float(q[0] * q[1]);
+        __syncthreads();
+        p[threadIdx.x] = row[63 - threadIdx.x];
     }
-    extern "C" __global__ void once(float* p, const double* q) { p[threadIdx.x] = float(q[0] * q[1]); }
-    extern "C" __global__ void narrow(unsigned short* p, const uint4* q) {
-        p[threadIdx.x] = (unsigned short)(q[threadIdx.x].x + q[threadIdx.x].w);
-    }"""
-    code = disassembled(compiling.compile_text(text, "wrong.cu", (), "sm_90").cubin)
-    assert count(code["local"], "STL") and count(code["local"], "LDL") and not count(code["once"], "STL")
-    assert any(each.is_double and each.in_loop for each in code["doubles"])
-    assert any(each.is_double for each in code["once"])
-    assert not any(each.is_double and each.in_loop for each in code["once"])
+    extern "C" __global__ void narrow(unsigned short* p, const uint4* q) { p[threadIdx.x] = q[threadIdx.x].w; }
+    """, "wrong.cu", (), "sm_90")  # fmt: skip
+    used, code = kernel_resources.resources(made.report), disassembled(made.cubin)
+    assert used["hungry"].stack > 0 and used["hungry"].spill_stores > 0 and used["hungry"].spill_loads > 0
+    assert [getattr(used["once"], name) for name in ("stack", "spill_stores", "spill_loads", "shared")] == [
+        0,
+        0,
+        0,
+        256,
+    ]
+    assert count(code["hungry"], "STL") and count(code["hungry"], "LDL") and not count(code["once"], "STL")
+    in_loops = {name: [each.in_loop for each in kernel if each.is_double] for name, kernel in code.items()}
+    assert any(in_loops["hungry"]) and in_loops["once"] and not any(in_loops["once"]) and not in_loops["narrow"]
     assert count(code["narrow"], "STG U16") == 1 and count(code["narrow"], "STG 128") == 0
-    assert not any(each.is_double for each in code["narrow"])

@@ -1,5 +1,3 @@
-"""Matmuls through cuBLASLt, against NumPy, on an implementation of cuBLASLt for the host."""
-
 import math
 from dataclasses import replace
 from itertools import product
@@ -24,7 +22,7 @@ IN_PLACE, TOO_MUCH_WORKSPACE, UNFIT, WIDEST, IN_PARTS, BREAKING, ANY, ROUNDED_PA
 
 
 def empty(shape, stored, offset=0):
-    """Full of NaN (all bits set), at an address that is a multiple of 256, plus the offset in numbers."""
+    """Return an array of NaN at a multiple of 256 bytes plus the offset in numbers."""
     dtype = STORAGE[stored]
     room = np.full(math.prod(shape) * dtype.itemsize + 1024, 0xFF, np.uint8)
     start = -room.ctypes.data % 256 + offset * dtype.itemsize
@@ -46,7 +44,7 @@ def random(shape, stored, seed, offset=0):
 
 
 def operands(kind, offset=0):
-    """Arrays for `run`; all that is only written holds NaN. `offset`: of a from a well aligned address, in numbers."""
+    """Return arrays for `run`; outputs hold NaN. `offset` shifts a from an aligned address."""
     m, n, k = kind.m, kind.n, kind.k
     out, row = ((kind.batch,) * (kind.batch > 1) + (m, n), n), (k, m) if kind.transpose_a else (m, k)
     many = out[0][:-2]
@@ -72,7 +70,6 @@ def _gelu(x):
 
 
 def expected(kind, arrays, factors):
-    """The arrays as they should be afterwards, in float64."""
     after = {name: numbers(array) for name, array in arrays.items()}
     a = after["a"].swapaxes(-1, -2) if kind.transpose_a else after["a"]
     b = after["b"].swapaxes(-1, -2) if kind.transpose_b else after["b"]
@@ -92,11 +89,10 @@ def expected(kind, arrays, factors):
 
 
 def compute(matmuls, kind, offset=0, factors=None):
-    """Compute it and compare."""
     arrays = operands(kind, offset)
     right = expected(kind, arrays, factors)
     matmuls.run(kind, **arrays, factors=factors)
-    # A rounding to the type of out, of numbers that are up to a few times as large as the last.
+    # One rounding to the type of out, of intermediate sums up to a few times as large.
     relative = {"bfloat16": 2**-8, "float32": 1e-6, "float64": 1e-8}[kind.out_type]
     near = relative * (8 if factors else 1)
     for name, array in arrays.items():
@@ -104,7 +100,7 @@ def compute(matmuls, kind, offset=0, factors=None):
 
 
 class Bench:
-    """`LtMatmul` on numpy's arrays, with this as its device: an algorithm takes as long as the test says."""
+    """`LtMatmul` on NumPy arrays. This is its device, with given times of algorithms."""
 
     capability = (8, 0)
     stream = SimpleNamespace(ptr=0x5EA)
@@ -131,13 +127,13 @@ class Bench:
         array[...] = saved
 
     def check(self):
-        """Nothing was refused as invalid, and of each search nothing is left."""
+        """Check that no call was invalid and no search object is left."""
         assert self.stand_in.invalid == 0 and dict not in map(type, self.stand_in.live.values())
 
 
 @pytest.fixture
 def bench():
-    """Makes benches, and checks them at the end."""
+    """Return a function that makes benches; check them at the end."""
     made = []
 
     def make(**options):
@@ -163,7 +159,7 @@ KINDS = [
 
 @settings(max_examples=300)
 @given(kind=st.sampled_from(KINDS), factors=st.sampled_from([None, (1.0, 8.25), (-1.5, 0.5)]))
-def test_products_are_those_of_numpy_and_others_known_as_impossible(kind, factors):
+def test_matmuls_match_numpy(kind, factors):
     epilogue, plain = kind.epilogue, kind.epilogue == "none"
     if factors := plain and factors:
         factors = factors[0], factors[1] * (kind.accumulate or kind.onto)
@@ -186,11 +182,11 @@ ROUNDED = replace(LARGE, n=128, k=128, in_type="bfloat16", out_type="bfloat16")
     ("kind", "takes", "tried", "fastest"),
     [
         *((LARGE, {**FASTER, each: 0.5}, IN_FLOAT32, each) for each in IN_FLOAT32),
-        # Those that sum in bfloat16 are never taken.
+        # Algorithms that sum in bfloat16 are never used.
         (ROUNDED, {IN_PLACE: 0.1, ROUNDED_PARTS: 0.1, ANY: 0.5}, [WIDEST, IN_PARTS, ANY], ANY),
     ],
 )
-def test_the_fastest_algorithm_runs_and_is_looked_for_once(kind, takes, tried, fastest, bench):
+def test_fastest_algorithm_is_searched_once(kind, takes, tried, fastest, bench):
     one = bench(takes=takes)
     compute(one.matmuls, kind)
     assert (one.timed, one.stand_in.algorithm) == (tried, fastest)
@@ -201,13 +197,13 @@ def test_the_fastest_algorithm_runs_and_is_looked_for_once(kind, takes, tried, f
     assert (one.stand_in.searches, one.stand_in.started) == (searches, started + 3)
 
 
-def test_determinism_takes_the_first_algorithm_without_timing_and_none_in_place(bench):
+def test_deterministic_takes_first_algorithm_untimed(bench):
     one = bench(deterministic=True, takes={ANY: 0.1, IN_PLACE: 0.1})
     compute(one.matmuls, LARGE)
     assert one.stand_in.algorithm == WIDEST and one.timed == []
 
 
-def test_timing_an_accumulating_product_adds_only_once_and_others_are_not_saved(bench):
+def test_timing_accumulates_only_once(bench):
     one = bench()
     compute(one.matmuls, replace(PLAIN, accumulate=True))
     assert one.restored == 1 and len(one.timed) > 1
@@ -215,9 +211,9 @@ def test_timing_an_accumulating_product_adds_only_once_and_others_are_not_saved(
     assert one.restored == 1
 
 
-def test_pointers_and_rows_decide_which_algorithms_are_fit(bench):
+def test_alignment_selects_algorithms(bench):
     one = bench(takes={WIDEST: 0.1, IN_PARTS: 0.2})
-    odd = replace(LARGE, k=63)  # the rows of a are odd, at good addresses
+    odd = replace(LARGE, k=63)  # odd rows at aligned addresses
     for offset, kind, fit in (
         *((1, LARGE, (ANY, ROUNDED_PARTS)), (4, LARGE, (IN_PARTS,)), (0, LARGE, (WIDEST,))),
         *((1, LARGE, (ANY, ROUNDED_PARTS)), (0, odd, (ANY, ROUNDED_PARTS))),
@@ -228,7 +224,7 @@ def test_pointers_and_rows_decide_which_algorithms_are_fit(bench):
     assert [one.stand_in.preference[of] for of in ALIGNMENTS[:2]] == [256, 4]  # the library's A is our b
 
 
-def test_what_the_library_cannot_do_is_known_beforehand_and_named(bench):
+def test_unsupported_matmul_is_named(bench):
     one = bench()
     one.stand_in.refused, matmuls = Epilogue.DGELU, one.matmuls
     unknown, mixed = replace(PLAIN, epilogue="dgelu"), replace(PLAIN, in_type="float64")
@@ -238,7 +234,7 @@ def test_what_the_library_cannot_do_is_known_beforehand_and_named(bench):
             matmuls.run(kind, **operands(kind))
 
 
-def test_tf32_is_used_only_where_it_was_asked_for(bench):
+def test_tf32_is_used_only_if_requested(bench):
     third, one = np.full((1, 1), np.float32(1 / 3)), np.ones((1, 1))
     results = []
     for tf32 in (False, True):

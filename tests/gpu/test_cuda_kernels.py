@@ -1,5 +1,3 @@
-"""The GPU's kernels against the reference, in all types; without a GPU, on this machine's processor."""
-
 import itertools
 from dataclasses import replace
 
@@ -25,7 +23,7 @@ from operations import Case, Wide
 from models import batch
 
 
-# Whole models of every architecture are compared in float32: test_cuda_model.py.
+# test_cuda_model.py compares whole models in float32.
 @pytest.fixture(params=["float64", pytest.param("float32", marks=pytest.mark.slow), "bfloat16"])
 def both(request, cuda_kernels):
     return Kernels("float64"), cuda_kernels(request.param)
@@ -33,24 +31,24 @@ def both(request, cuda_kernels):
 
 @pytest.fixture(autouse=True)
 def few_shapes(monkeypatch):
-    """Take the smallest and an odd shape where a processor runs the kernels."""
+    """Use only the smallest and an odd shape on emulated GPUs."""
     if not ON_GPU:
         monkeypatch.setattr(operations, "SHAPES", operations.SHAPES[1:3])
 
 
 @pytest.mark.ci
 @pytest.mark.parametrize("dtype, channels", [("float64", 1032), ("float32", 1101), ("bfloat16", 8200)])
-def test_norms_of_rows_that_a_whole_block_holds(dtype, channels, cuda_kernels):
+def test_wide_norms_match_reference(dtype, channels, cuda_kernels):
     both = Kernels("float64"), cuda_kernels(dtype)
     operations.check_norms(Case(both, (1, 5, channels, 1, 5)), (True, True, True), residual=True)
 
 
-def test_cross_entropy_over_more_tokens_than_a_block_reads_at_once(both):
+def test_long_cross_entropy_matches_reference(both):
     operations.check_cross_entropy(Case(both, (1, 3, 8, 1, 20_005)), 2, False)
 
 
-def test_the_memory_to_orthogonalise_is_that_of_every_shape(cuda_kernels):
-    k, kept = cuda_kernels.__wrapped__("float32"), {}  # new ones: those of other tests have kept some
+def test_orthogonalise_memory_matches_prediction(cuda_kernels):
+    k, kept = cuda_kernels.__wrapped__("float32"), {}  # new kernels, without scratch memory
     scratch = k.launcher.scratch
     k.launcher.scratch = lambda *args: kept.setdefault(args[:2], scratch(*args))
     operations.check_memory_to_orthogonalise(
@@ -58,7 +56,7 @@ def test_the_memory_to_orthogonalise_is_that_of_every_shape(cuda_kernels):
     )
 
 
-def test_rows_are_sorted_by_token_and_equal_tokens_by_row(cuda_kernels):
+def test_tokens_are_sorted_stably(cuda_kernels):
     for rows, vocab in itertools.product((1, 257, 20_000), (2, 65_537)):
         kernels, random = cuda_kernels("float32"), np.random.default_rng(rows)
         drawn = np.minimum(random.zipf(1.2, rows) - 1, vocab - 1).astype(np.int32)
@@ -67,14 +65,14 @@ def test_rows_are_sorted_by_token_and_equal_tokens_by_row(cuda_kernels):
 
 
 @pytest.mark.parametrize("vocab", [3, 70_001])
-def test_embedding_gradients_of_tokens_that_reach_over_many_chunks(both, vocab):
+def test_frequent_tokens_gradients_match_reference(both, vocab):
     case = Case(both, (3, 1000, 8, 1, vocab))
     drawn = np.minimum(case.rng.zipf(1.3, case.n) - 1, vocab - 1).astype(np.int32)
     dwte, dx = np.zeros((vocab, case.c)), case.random(case.n, case.c)
     case.check(operations.embed_backward, [Wide(dwte), None], dx, drawn, case.t)
 
 
-def test_the_textbooks_matmuls(both):
+def test_textbook_matmuls_match_numpy(both):
     shapes = [(1, 1, 1, 1), (1, 16, 16, 16), (3, 17, 33, 5), (2, 5, 40, 35)]
     for kernel, (pairs, m, n, k) in itertools.product(("matmul_naive", "matmul_tiled"), shapes):
         case = Case(both)
@@ -89,14 +87,13 @@ def test_the_textbooks_matmuls(both):
         case.check(work, [(pairs, m, n)], case.random(pairs, m, k), case.random(pairs, k, n), strict=0.5)
 
 
-# -- flat buffers of more than 2³¹ elements: what kernels are given, without the memory that it would take
-
+# Launches for more than 2^31 elements are checked without allocating the memory.
 MANY = (3 << 30) + 5
 
 
 @pytest.fixture
 def started(monkeypatch):
-    """Kernels, and what they start: name, blocks, threads, and arguments in the types of C. Nothing is computed."""
+    """Return kernels that compute nothing, and the list of their launches."""
     k, found = host_kernels("bfloat16"), []
 
     def started(function, grid, block, args, shared):
@@ -108,7 +105,7 @@ def started(monkeypatch):
 
 
 def large(k, dtype=np.float32):
-    """An array of one element in memory."""
+    """Return an array of MANY elements that needs memory for one."""
     one = k.accum_zeros(1)
     one.memory = np.broadcast_to(np.zeros((), dtype), (MANY,))
     one.dtype, one.shape, one.size = one.memory.dtype, (MANY,), MANY
@@ -116,7 +113,7 @@ def large(k, dtype=np.float32):
 
 
 @needs_the_processor
-def test_every_operation_on_flat_buffers_takes_more_elements_than_an_int_counts(started):
+def test_flat_operations_count_beyond_int32(started):
     k, found = started
     wide, low, one, runs = large(k), large(k, np.uint16), k.scalars(8), k.integers([[0, MANY, 0, 0]], "int64")
     k.cast_down(low, wide)
@@ -137,7 +134,7 @@ def test_every_operation_on_flat_buffers_takes_more_elements_than_an_int_counts(
 
 
 @needs_the_processor
-def test_muon_s_momentum_has_its_sizes_in_a_table(started):
+def test_muon_momentum_counts_beyond_int32(started):
     k, found = started
     k.muon_momentum([large(k)], [large(k)], k.scalars(1), k.scalars(5))
     grid, args = next((grid, args) for kernel, grid, _, args in found if kernel == "muon_momentum")
@@ -147,7 +144,7 @@ def test_muon_s_momentum_has_its_sizes_in_a_table(started):
 
 
 @needs_the_processor
-def test_rounding_at_random_behind_the_first_4_billion_elements_is_that_of_the_host():
+def test_dither_beyond_4_billion_elements_matches_host():
     k = host_kernels("bfloat16")
     values = np.random.default_rng(1).standard_normal(3 * BLOCK).astype(np.float32)
     x = k.accum_zeros(values.size)
@@ -159,19 +156,17 @@ def test_rounding_at_random_behind_the_first_4_billion_elements_is_that_of_the_h
         np.testing.assert_array_equal(k.device.download(found), expected, err_msg=f"{index} {key}")
 
 
-def test_activations_that_kernels_cannot_count_are_refused_with_what_helps(cuda_kernels):
+def test_oversized_activations_are_rejected(cuda_kernels):
     with pytest.raises(UsageError, match=r"2,147,483,648 elements.*smaller micro-batches"):
         cuda_kernels("bfloat16").launcher.each("elementwise", "add", 8, 1 << 31)
 
 
-# -- Muon works on all matrices of a shape at once: what it starts, and what comes out
-
-# Odd, of several tiles and pieces, equal sides both lying and standing, one alone.
+# Odd sizes, multiple tiles, equal shapes in both orientations, and a single shape.
 SIDES = [(70, 40), (40, 70), (24, 24), (50, 33), (40, 70), (24, 24), (70, 130), (24, 24), (70, 40)]
 
 
 def launches_of_muon(layers, **how):
-    """What is started for Muon's part of a step of gpt2-fast, which does not depend on its width."""
+    """Count the launches of Muon in a step of gpt2-fast. The width does not matter."""
     config = replace(preset("gpt2-fast").model, n_layer=layers, n_embd=24, n_head=3, vocab_size=13, seq_len=8, **how)
     k = host_kernels("bfloat16", graphs=False)
     model = Model(Architecture(config), k)
@@ -188,18 +183,18 @@ def launches_of_muon(layers, **how):
     optimizer.prepare(0, 0.02, 1.0, 1.0)
     optimizer.apply()
     k.device.synchronize()
-    own = [each for each in k.device.xp.launches if each.source != "optimizer"]  # AdamW's
+    own = [each for each in k.device.xp.launches if each.source != "optimizer"]  # without AdamW
     return len(own) + lt.started - before
 
 
 @pytest.mark.ci
 @needs_the_processor
 @pytest.mark.parametrize("how", [{}, {"norm_gain": True}], ids=["gpt2-fast", "gains between the matrices"])
-def test_muons_launches_are_few_and_do_not_grow_with_the_layers(how):
+def test_muon_launches_do_not_grow_with_layers(how):
     assert launches_of_muon(5, **how) == launches_of_muon(3, **how) <= 63
 
 
-def test_what_has_no_room_for_muon_is_done_in_further_batches_of_which_more_never_need_less(monkeypatch, cuda_kernels):
+def test_muon_batches_fit_the_memory_limit(monkeypatch, cuda_kernels):
     k = cuda_kernels("float32")
     shapes = [(24, 40)] * 7
     whole = k.orthogonalise_bytes(shapes)
@@ -223,7 +218,7 @@ def on_host(k, arrays):
 
 @pytest.mark.parametrize("most", [muon.MOST_BYTES, 40_000])
 @pytest.mark.parametrize("dtype", ["float64", "float32", "bfloat16"])
-def test_matrices_of_muon_at_once_are_those_of_the_reference_and_each_alone(dtype, most, monkeypatch, cuda_kernels):
+def test_batched_orthogonalise_matches_reference(dtype, most, monkeypatch, cuda_kernels):
     monkeypatch.setattr(muon, "MOST_BYTES", most)
     k, plain = cuda_kernels(dtype), Kernels("float64")
     together, alone, expected = updates_of(k), updates_of(k), updates_of(plain)
@@ -233,12 +228,12 @@ def test_matrices_of_muon_at_once_are_those_of_the_reference_and_each_alone(dtyp
         k.orthogonalise([u])
     for some, one, right in zip(on_host(k, together), on_host(k, alone), expected, strict=True):
         assert np.linalg.norm(some - right) < 3 * operations.tolerance(k) * np.linalg.norm(right), right.shape
-        if not ON_GPU:  # where the library may take another algorithm for another batch
+        if not ON_GPU:  # the library may use another algorithm per batch
             np.testing.assert_array_equal(some, one)
 
 
 def stepped(k, low):
-    """p, its copy and v after a step along many updates, which lie in one buffer but v."""
+    """Return p, its copy and v after a step."""
     rng, matrices = np.random.default_rng(0), []
     for shape in SIDES:
         p, u, v = k.accum_zeros(*shape), k.accum_zeros(*shape), k.accum_zeros(max(shape))
@@ -254,14 +249,14 @@ def stepped(k, low):
 
 
 @pytest.mark.parametrize("dtype", ["float64", "float32", "bfloat16"])
-def test_a_step_of_muon_is_that_of_the_reference(dtype, cuda_kernels):
+def test_muon_step_matches_reference(dtype, cuda_kernels):
     k, low = cuda_kernels(dtype), dtype == "bfloat16"
     for found, right in zip(stepped(k, low), stepped(Kernels("float64"), low), strict=True):
         np.testing.assert_allclose(found, right, rtol=0, atol=operations.tolerance(k) * np.abs(right).max())
 
 
 @needs_the_processor
-def test_no_order_of_blocks_and_warps_changes_a_bit_of_muon():
+def test_thread_order_changes_no_bit_of_muon():
     found = []
     for order in (FORWARDS, BACKWARDS, 2):
         k = host_kernels("float32", order=order)

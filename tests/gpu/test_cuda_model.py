@@ -1,5 +1,3 @@
-"""Whole models through the GPU's kernels: gradients, training with recorded steps, decoding, losses."""
-
 from dataclasses import replace
 from itertools import product
 
@@ -43,9 +41,9 @@ BOTH_KINDS = pytest.mark.parametrize("kind", ["gpt2", "modern"])
 
 
 def gradients(model, n_seq=3, seq_len=7, recompute="mlp", documents=()):
-    """Those of two micro-batches that are added up, with the loss behind them.
+    """Return the gradients and the loss of two accumulated micro-batches.
 
-    `documents`: their lengths, side by side in each sequence; of each the first token is not learned.
+    `documents`: lengths of packed documents in each sequence; their first tokens are not trained.
     """
     k = model.kernels
     tokens, targets = batch(model.config, n_seq, seq_len)
@@ -61,7 +59,7 @@ def gradients(model, n_seq=3, seq_len=7, recompute="mlp", documents=()):
 
 
 def alike(config, kernels):
-    """A model with exactly the values that these kernels store, and its twin on the reference."""
+    """Return a model and its twin on the reference, with equal values."""
     model, twin = (Model(Architecture(config), kernels), Model(Architecture(config), Kernels("float64")))
     for name, values in build(config, Kernels("float64")).params.items():
         kernels.put(model.params[name], values)
@@ -73,20 +71,16 @@ TWICE = ("gpt2", "modern", "microgpt", "grouped queries", "scaled queries", "win
 PACKED = [("gpt2", "float32"), ("modern", "bfloat16"), ("windows", "float32")]
 
 
-@pytest.mark.parametrize(
-    "kind, dtype, documents",
-    [
-        *((kind, "float32", ()) for kind in VARIANTS),
-        *product(TWICE, ("float64", "bfloat16"), [()]),
-        *((*each, (1, 4, 2)) for each in PACKED),
-    ],
-)
-def test_gradients_are_those_of_the_reference(kind, dtype, documents, cuda_kernels):
+@pytest.mark.parametrize("kind, dtype, documents", [
+    *((kind, "float32", ()) for kind in VARIANTS), *product(TWICE, ("float64", "bfloat16"), [()]),
+    *((*each, (1, 4, 2)) for each in PACKED),
+])  # fmt: skip
+def test_gradients_match_reference(kind, dtype, documents, cuda_kernels):
     config = VARIANTS[kind]
     model, twin = alike(config, cuda_kernels(dtype))
     got, expected = gradients(model, documents=documents), gradients(twin, documents=documents)
-    slack = 4 if config.mlp == "relu" else 1  # rounding across the kink makes a gradient jump
-    slack = 2 if config.qk_norm_gain else slack  # whose gradient is what many heads leave of each other's
+    slack = 4 if config.mlp == "relu" else 1  # rounding across ReLU's kink changes the gradient
+    slack = 2 if config.qk_norm_gain else slack  # its gradient is a small difference between many heads
     assert got[-FLAG_COUNT] == pytest.approx(expected[-FLAG_COUNT], rel=TOLERANCE[dtype])
     for name in model.grads:
         start = model.layout.offsets[name]
@@ -97,7 +91,7 @@ def test_gradients_are_those_of_the_reference(kind, dtype, documents, cuda_kerne
 
 @pytest.mark.parametrize("dtype", ["float64", "bfloat16"])
 @BOTH_KINDS
-def test_gradients_of_adapters_are_those_of_the_reference(kind, dtype, cuda_kernels):
+def test_adapter_gradients_match_reference(kind, dtype, cuda_kernels):
     model, (tokens, targets) = adapted(VARIANTS[kind], cuda_kernels(dtype)), batch(VARIANTS[kind], 3, 7)
     wanted, _ = expected(model, Kernels("float64"), tokens, targets)
     for recompute in ("none", "mlp"):
@@ -109,13 +103,12 @@ def test_gradients_of_adapters_are_those_of_the_reference(kind, dtype, cuda_kern
 
 @pytest.mark.parametrize("recompute", ["none", "block"])
 @BOTH_KINDS
-def test_what_is_computed_again_changes_nothing(kind, recompute, cuda_kernels):
+def test_recompute_changes_nothing(kind, recompute, cuda_kernels):
     model, twin = alike(VARIANTS[kind], cuda_kernels("float64"))
     np.testing.assert_allclose(gradients(model, recompute=recompute), gradients(twin), rtol=0, atol=1e-11)
 
 
 def training(kernels, config, t, count=8):
-    """The model after some steps, its optimizer, and (loss, norm) of each step."""
     model = Model(Architecture(config), kernels)
     model.allocate_master_weights()
     model.initialise(3)
@@ -129,32 +122,22 @@ def training(kernels, config, t, count=8):
 
 SMALL = replace(VARIANTS["modern"], seq_len=8)
 TRAIN = TrainConfig(steps=8, batch_size=4, grad_accum=2, lr=1e-2, warmup=2, clip=0.5)
-
-
 MUON = replace(SMALL, n_kv_head=1, qk_norm=True, value_embeddings=True, mlp="relu2", init_weights="unit")
 BY_MUON = replace(TRAIN, optimizer="muon", lr=0.02, embedding_lr=0.1)
 MINI = preset("gpt-mini", {"vocab_size": 300, "steps": 50, "grad_accum": 1})
+MINI_RUN, SLOW = (MINI.model, MINI.train), pytest.mark.slow
 ON_A_GPU = pytest.mark.skipif(not ON_GPU, reason="large, for a real GPU")
 
 
 @pytest.mark.ci
-@pytest.mark.parametrize(
-    "dtype, tolerance, config, t",
-    [
-        *(("float64", 1e-10, SMALL, TRAIN), ("float32", 1e-4, SMALL, replace(TRAIN, grad_accum=1))),
-        ("bfloat16", 1e-2, SMALL, TRAIN),
-        *(
-            pytest.param(*each, MUON, BY_MUON, marks=pytest.mark.slow)
-            for each in [("float32", 1e-4), ("bfloat16", 2e-2)]
-        ),
-        *(
-            pytest.param(*each, MINI.model, MINI.train, marks=ON_A_GPU)
-            for each in [("float32", 1e-4), ("bfloat16", 1e-2)]
-        ),
-    ],
-)
+@pytest.mark.parametrize("dtype, tolerance, config, t", [
+    *(("float64", 1e-10, SMALL, TRAIN), ("float32", 1e-4, SMALL, replace(TRAIN, grad_accum=1))),
+    ("bfloat16", 1e-2, SMALL, TRAIN),
+    *(pytest.param(*each, MUON, BY_MUON, marks=SLOW) for each in [("float32", 1e-4), ("bfloat16", 2e-2)]),
+    *(pytest.param(*each, *MINI_RUN, marks=ON_A_GPU) for each in [("float32", 1e-4), ("bfloat16", 1e-2)]),
+])  # fmt: skip
 def test_recorded_steps_train_like_the_cpu(dtype, tolerance, config, t, cuda_kernels):
-    """Steps that are run, recorded and repeated: rate and tokens change, the launches do not."""
+    """Steps are run, recorded and replayed. The learning rate and tokens change."""
     crew = CpuKernels("float32", min(8, len(usable_cores()))) if t is MINI.train else CpuKernels("float64", 1)
     model, _, got = training(cuda_kernels(dtype), config, t, t.steps)
     twin, _, expected = training(crew, config, t, t.steps)
@@ -168,17 +151,16 @@ def test_recorded_steps_train_like_the_cpu(dtype, tolerance, config, t, cuda_ker
 
 
 @pytest.mark.parametrize("dtype", [pytest.param("float32", marks=pytest.mark.slow), "bfloat16"])
-def test_neither_another_run_nor_graphs_change_a_bit(dtype, cuda_kernels):
+def test_graphs_change_no_bit(dtype, cuda_kernels):
     all_alike(cuda_kernels(dtype, graphs=graphs, deterministic=True) for graphs in (True, True, False))
 
 
 @needs_the_processor
-def test_no_order_of_blocks_warps_and_lanes_changes_a_bit():
+def test_thread_order_changes_no_bit():
     all_alike((host_kernels("bfloat16", order=order) for order in (FORWARDS, BACKWARDS, 2)), count=2)
 
 
 def all_alike(many_kernels, count=3):
-    """Train with each of these kernels; all must have the same bits."""
     found = []
     for k in many_kernels:
         model, optimizer, outcomes = training(k, SMALL, TRAIN, count)
@@ -189,7 +171,7 @@ def all_alike(many_kernels, count=3):
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_a_model_moves_between_stages_as_a_file_and_its_moments_by_the_host(dtype, tmp_path, cuda_kernels):
+def test_model_moves_between_stages(dtype, tmp_path, cuda_kernels):
     k, comm, cpu = cuda_kernels(dtype), SerialComm(), CpuKernels("float32", 1)
     model, optimizer, _ = training(k, SMALL, TRAIN, count=3)
     path, run = tmp_path / "weights.safetensors", replace(preset("gpt-mini"), model=model.config)
@@ -208,7 +190,7 @@ def test_a_model_moves_between_stages_as_a_file_and_its_moments_by_the_host(dtyp
     assert np.abs(k.to_host(other.m.flat)).max() > 0
 
 
-def test_steps_that_diverge_leave_the_weights_alone(cuda_kernels):
+def test_diverging_step_keeps_the_weights(cuda_kernels):
     k = cuda_kernels("float32")
     model = Model(Architecture(SMALL), k)
     model.allocate_master_weights()
@@ -223,8 +205,8 @@ def test_steps_that_diverge_leave_the_weights_alone(cuda_kernels):
 
 @pytest.mark.parametrize("made", [PlainSlots, BatchedSlots])
 @pytest.mark.parametrize("kind, dtype", [*EACH_ONCE, ("modern", "bfloat16")])
-def test_decoding_with_a_cache_gives_the_scores_of_the_reference(kind, dtype, made, cuda_kernels):
-    """Prompts and single tokens (recorded from the second on), a copy, a draft, windows new and moved."""
+def test_cached_decoding_matches_reference(kind, dtype, made, cuda_kernels):
+    """Prompts, single tokens (recorded from the second on), a copy, a draft, and windows that restart and move."""
     model, twin = alike(VARIANTS[kind], cuda_kernels(dtype))
     lanes, plain = made(model, 3), PlainSlots(twin, 3)
     t = np.random.default_rng(3).integers(0, 13, 14).tolist()
@@ -244,10 +226,9 @@ def test_decoding_with_a_cache_gives_the_scores_of_the_reference(kind, dtype, ma
 
 
 @pytest.mark.parametrize("kind, dtype", EACH_ONCE)
-def test_spans_cost_what_the_reference_says(kind, dtype, cuda_kernels, monkeypatch):
-    """Sums, likelihoods with what greedy decoding gives, and the mean loss of whole sequences."""
+def test_span_losses_match_reference(kind, dtype, cuda_kernels, monkeypatch):
     for name in ("AT_A_TIME", "AT_A_TIME_QUEUED"):
-        monkeypatch.setattr(assessment, name, 40)  # several batches, the last one not full
+        monkeypatch.setattr(assessment, name, 40)  # multiple batches, the last one partial
     pair, sequences = alike(VARIANTS[kind], cuda_kernels(dtype)), sequences_for(VARIANTS[kind], 20)
     spans = [Span(np.array(ids, np.uint16), 1 + i % (len(ids) - 1)) for i, ids in enumerate(sequences)]
     for score, exact in ((Scorer.sums, 0), (likelihoods, dtype != "bfloat16")):
@@ -259,18 +240,17 @@ def test_spans_cost_what_the_reference_says(kind, dtype, cuda_kernels, monkeypat
     assert MeanLoss(pair[0], 40)(sequences) == pytest.approx(expected, rel=TOLERANCE[dtype])
 
 
-# -- tokens are sorted once a micro-batch, for all gradients by token, also where work is repeated
-
-SHAPE = 5, 7  # sequences and tokens: more rows than a block adds up
+# Tokens are sorted once per micro-batch, for all gradients by token.
+SHAPE = 5, 7  # sequences and tokens: more rows than a block sums
 
 
 def gradients_by(k, layers):
-    """A function from a seed to the gradients of two micro-batches of it, with value embeddings in the outer layers."""
+    """Return a function from a seed to the gradients of two micro-batches, with value embeddings."""
     config = VARIANTS["value embeddings"]
     sort = k.sort_tokens
 
     def sort_tokens(*args):
-        k.sorted = sort(*args)  # whose memory is the same when it is repeated
+        k.sorted = sort(*args)  # replays use the same memory
         return k.sorted
 
     k.sort_tokens = sort_tokens
@@ -296,7 +276,7 @@ def gradients_by(k, layers):
 
 @needs_the_processor
 @pytest.mark.parametrize("layers", [2, 3])
-def test_layers_with_value_embeddings_sort_no_tokens_again(layers):
+def test_value_embeddings_share_one_sort(layers):
     k = host_kernels("float32", graphs=False)
     gradients_by(k, layers)(0)
     names = [launch.kernel for launch in k.device.xp.launches]
@@ -306,12 +286,12 @@ def test_layers_with_value_embeddings_sort_no_tokens_again(layers):
 
 
 @needs_the_processor
-def test_what_is_repeated_sorts_the_tokens_of_its_own_micro_batch():
+def test_replayed_work_sorts_its_own_tokens():
     k = host_kernels("float32")
     right, repeated = gradients_by(Kernels("float64"), 3), gradients_by(k, 3)
-    for seed in range(3):  # run, recorded, repeated
+    for seed in range(3):  # run, recorded, replayed
         values, found = right(seed), repeated(seed)
-        # The stand-in's blocks take turns: sums would be right in a wrong order, too.
+        # Emulated blocks run sequentially, so sums are also correct if the order is wrong.
         tokens, order = k.sorted
         np.testing.assert_array_equal(k.to_host(order), np.argsort(k.to_host(tokens), kind="stable"))
         np.testing.assert_allclose(found, values, rtol=0, atol=1e-5 * np.abs(values).max())

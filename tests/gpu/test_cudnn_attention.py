@@ -1,5 +1,3 @@
-"""cuDNN's attention without a GPU: NVIDIA's frontend builds and validates graphs, a fake executes them."""
-
 import math
 from types import SimpleNamespace
 
@@ -15,7 +13,7 @@ cudnn = pytest.importorskip("cudnn", reason="needs nvidia-cudnn-frontend")
 
 B, T, H, D = 3, 7, 6, 16
 C = H * D
-GROUPS = (1, 3)  # heads of q that share k and v
+GROUPS = (1, 3)  # query heads per key/value head
 STREAM = 1234
 WORKSPACE = {"attention": 256, "attention_backward": 4096}
 HOPPER = (9, 0)
@@ -23,10 +21,11 @@ HOPPER = (9, 0)
 
 @pytest.fixture
 def journal(monkeypatch):
-    """What was asked of the frontend without what needs a GPU; building and validating stay NVIDIA's."""
+    """Fake the parts of the frontend that need a GPU, and record the calls."""
     journal = SimpleNamespace(
-        calls=[], executed=[], streams=[], barred=[], allocated=[], said=[], own=[], refuses=None, fails=None
+        **{name: [] for name in ["calls", "executed", "streams", "barred", "allocated", "said", "own"]}
     )
+    journal.refuses = journal.fails = None
 
     def noted(name):
         return lambda self, *args: journal.calls.append(name)
@@ -102,18 +101,17 @@ def twice(journal, a=None):
 
 
 def tensors_of(graph):
-    """By uid: what the validated graph says of each of its tensors."""
     return {tensor["uid"]: tensor for tensor in graph.inspect()["tensors"].values()}
 
 
 def seen_by(tensor, memory):
-    """The numbers that a tensor of the graph reads, if it begins at the begin of a flat array."""
+    """Return the numbers that a graph's tensor reads from the start of a flat array."""
     strides = [stride * memory.itemsize for stride in tensor["stride"]]
     return np.lib.stride_tricks.as_strided(memory, tensor["dim"], strides)
 
 
 @pytest.mark.parametrize("group", GROUPS)
-def test_both_graphs_are_valid_and_have_the_tensors_given_to_them_each_head_where_it_lies(group):
+def test_graphs_are_valid_with_expected_layouts(group):
     kv = H // group
     shape = Shape(B, T, H, kv, D)
     packed, plain, stats = np.arange(B * T * (H + 2 * kv) * D), np.arange(B * T * C), np.arange(B * H * T)
@@ -140,7 +138,7 @@ def test_both_graphs_are_valid_and_have_the_tensors_given_to_them_each_head_wher
 
 
 @pytest.mark.parametrize("deterministic", [False, True])
-def test_attention_is_causal_scaled_and_deterministic_if_asked(deterministic):
+def test_attention_is_causal_and_scaled(deterministic):
     shape = Shape(B, T, H, H, D)
     (ahead,), (back,) = module.forward_graph(shape, None).nodes, module.backward_graph(shape, None, deterministic).nodes
     for node in (ahead, back):
@@ -155,7 +153,7 @@ def test_attention_is_causal_scaled_and_deterministic_if_asked(deterministic):
 
 
 @pytest.mark.parametrize("group", GROUPS)
-def test_execution_is_given_the_address_of_each_part(journal, group):
+def test_execution_gets_the_address_of_each_part(journal, group):
     a, library = arrays(group=group), attention(journal)
     forward(library, a)
     backward(library, a)
@@ -171,11 +169,11 @@ def test_execution_is_given_the_address_of_each_part(journal, group):
     assert journal.streams == [(handle, STREAM)]
 
 
-def test_a_shape_is_planned_once_and_only_planning_allocates(journal):
+def test_shape_is_planned_once(journal):
     a, library, planned = arrays(), attention(journal), ["validate", "operations", "plans", "support", "build"]
     for _ in range(3):
         forward(library, a)
-    assert (journal.calls, journal.allocated) == (planned, [256])  # evaluation pays for no gradient
+    assert (journal.calls, journal.allocated) == (planned, [256])  # no gradient is planned
     for _ in range(3):
         backward(library, a)
         forward(library, a)
@@ -186,13 +184,13 @@ def test_a_shape_is_planned_once_and_only_planning_allocates(journal):
     assert journal.allocated == [256, 4096, 256]
 
 
-def test_a_plan_without_workspace_allocates_none(journal, monkeypatch):
+def test_plan_without_workspace_allocates_none(journal, monkeypatch):
     monkeypatch.setitem(WORKSPACE, "attention", 0)
     forward(attention(journal), arrays())
     assert journal.allocated == [] and journal.executed[0][2] is None
 
 
-def test_only_cudnn_s_own_kernels_are_considered(journal):
+def test_only_kernels_of_cudnn_are_allowed(journal):
     from cudnn.engines.manifest import MANIFEST
 
     twice(journal)
@@ -206,11 +204,11 @@ def test_only_cudnn_s_own_kernels_are_considered(journal):
     [
         (cudnn.cudnnGraphNotSupportedError("no\nengine"), D, "no"),
         (RuntimeError("no"), D, "no"),
-        (None, 12, "multiple of 8"),  # which the frontend itself knows to be impossible
+        (None, 12, "multiple of 8"),  # rejected by the frontend
         (None, D, None),  # short sequences
     ],
 )
-def test_what_cudnn_does_not_do_is_our_own_s_before_anything_is_allocated(error, head, says, journal, monkeypatch):
+def test_unsupported_shapes_use_own_attention(error, head, says, journal, monkeypatch):
     journal.refuses = error
     monkeypatch.setattr(module, "SHORT", T if says is None else 1)
     assert twice(journal, arrays(head=head)) == "sums"
@@ -219,7 +217,7 @@ def test_what_cudnn_does_not_do_is_our_own_s_before_anything_is_allocated(error,
     assert all(f"for sequences of {T}: " in note and says in note for note in journal.said)
 
 
-def test_a_backward_pass_without_a_plan_follows_cudnn_s_forward_pass(journal, monkeypatch):
+def test_missing_backward_plan_uses_own_gradient(journal, monkeypatch):
     def fails(*_):
         raise RuntimeError("no")
 
@@ -228,25 +226,22 @@ def test_a_backward_pass_without_a_plan_follows_cudnn_s_forward_pass(journal, mo
     assert journal.own == ["backward"] * 2 and len(journal.executed) == 2 and len(journal.said) == 1
 
 
-def test_a_plan_that_fails_when_it_runs_is_an_error(journal):
+def test_failing_execution_is_an_error(journal):
     journal.fails = RuntimeError("CUDNN_STATUS_EXECUTION_FAILED")
     with pytest.raises(DistgptError, match="EXECUTION_FAILED"):
         twice(journal)
 
 
-@pytest.mark.parametrize(
-    ("head", "capability", "cuda", "reason"),
-    [
-        *((64, HOPPER, 13, None), (256, HOPPER, 13, None), (128, (8, 0), 12, None), (12, HOPPER, 13, "not 12")),
-        *((264, HOPPER, 13, "up to 256"), (136, (8, 9), 13, "up to 128")),
-    ],
-)
-def test_gpus_and_heads_that_cudnn_cannot_serve_are_named(head, capability, cuda, reason, journal):
+@pytest.mark.parametrize(("head", "capability", "cuda", "reason"), [
+    *((64, HOPPER, 13, None), (256, HOPPER, 13, None), (128, (8, 0), 12, None), (12, HOPPER, 13, "not 12")),
+    *((264, HOPPER, 13, "up to 256"), (136, (8, 9), 13, "up to 128")),
+])  # fmt: skip
+def test_unsupported_gpus_and_heads_are_named(head, capability, cuda, reason, journal):
     found = why_not(head, capability, cuda)
     assert found is None if reason is None else reason in found
 
 
-def test_a_frontend_or_cudnn_that_is_missing_or_broken_is_named_with_the_remedy(journal, monkeypatch):
+def test_broken_cudnn_names_the_remedy(journal, monkeypatch):
     def fails():
         raise error
 

@@ -1,5 +1,3 @@
-"""The device behind the GPU stages, on a GPU that is not there: copies, recorded work, measured time."""
-
 import gc
 import tracemalloc
 import weakref
@@ -19,7 +17,7 @@ from distgpt.core.train import checkpoints as saving
 from distgpt.core.train.memory import copy_bytes
 from distgpt.gpu import device as module
 from distgpt.gpu.device import TIMED_CALLS, CupyDevice
-from fakecupy import CudaError, FakeCupy
+from fakecupy import FakeCupy
 from hostgpu import HostDevice, host_kernels
 
 pytestmark = needs_the_processor
@@ -43,12 +41,11 @@ def increase(device, array, by=1):
 
 
 def measured(device, milliseconds):
-    """Let events measure these times, one after the other."""
     device.xp.cuda.get_elapsed_time = lambda start, end: milliseconds.pop(0)
     return milliseconds
 
 
-def test_a_device_knows_itself_its_place_and_its_free_memory():
+def test_device_reports_its_place_and_memory():
     device = CupyDevice(2, xp=FakeCupy(devices=3))
     assert device.stream.non_blocking
     assert (device.name, device.capability, device.multiprocessors) == ("Fake GPU", (9, 0), 132)
@@ -58,7 +55,7 @@ def test_a_device_knows_itself_its_place_and_its_free_memory():
     assert device.memory() == (1050, 3000)
 
 
-def test_a_source_is_compiled_once_for_its_defines(device, monkeypatch):
+def test_source_is_compiled_once_per_defines(device, monkeypatch):
     compiled, cubin = [], device.xp.cubin
     monkeypatch.setattr(device.xp, "cubin", lambda *args: (compiled.append(args), cubin(*args))[1])
     for defines in (("X",), ("X",), ("X", "Y=2")):
@@ -68,11 +65,8 @@ def test_a_source_is_compiled_once_for_its_defines(device, monkeypatch):
         increase(device, device.zeros((2,), FLOAT), 2**31)
 
 
-# Copies
-
-
 @pytest.mark.parametrize("count", [1, module.MOST_COPIES, 3 * module.MOST_COPIES + 1])
-def test_the_host_may_be_overwritten_once_upload_returns(device, count):
+def test_host_may_be_overwritten_after_upload(device, count):
     host, arrays = np.zeros(5, FLOAT), [device.zeros((5,), FLOAT) for _ in range(count)]
     for number, array in enumerate(arrays):
         host[:] = number + 1
@@ -81,7 +75,7 @@ def test_the_host_may_be_overwritten_once_upload_returns(device, count):
     assert [device.download(array).tolist() for array in arrays] == [[n + 1] * 5 for n in range(count)]
 
 
-def test_only_one_upload_too_many_waits_for_the_oldest(device):
+def test_upload_waits_only_for_the_oldest(device):
     array = device.zeros((5,), FLOAT)
     for _ in range(module.MOST_COPIES):
         device.upload(array, np.ones(5, FLOAT))
@@ -91,7 +85,7 @@ def test_only_one_upload_too_many_waits_for_the_oldest(device):
 
 
 @pytest.mark.parametrize("size", [0, 1, 15, 16, 17, 101, 3003])
-def test_large_copies_go_in_pieces_whose_memory_is_lent_out_again(device, size, monkeypatch):
+def test_large_copies_reuse_small_pieces(device, size, monkeypatch):
     monkeypatch.setattr(module, "MOST_BYTES", 64)
     monkeypatch.setattr(module, "MOST_BYTES_DOWN", 64)
     array, host = device.zeros((size,), FLOAT), np.arange(size, dtype=FLOAT)
@@ -100,12 +94,12 @@ def test_large_copies_go_in_pieces_whose_memory_is_lent_out_again(device, size, 
     for _ in range(3):
         found = device.download(array)
         np.testing.assert_array_equal(found, host)
-        assert found.base is None  # and so it holds no page-locked memory
+        assert found.base is None  # not a view of page-locked memory
     assert device.xp.pinned <= module.MOST_COPIES + 4
     assert {*device.xp.free_pinned} <= {512}, "larger pieces"
 
 
-def test_copies_refuse_what_does_not_fit_and_arrays_with_gaps(device):
+def test_invalid_copies_are_rejected(device):
     array = device.zeros((2, 3), FLOAT)
     device.upload(array, np.ones(6, FLOAT))
     for wrong in (np.ones(5, FLOAT), np.ones(6)):
@@ -116,7 +110,7 @@ def test_copies_refuse_what_does_not_fit_and_arrays_with_gaps(device):
             copy(array[:, 0])
 
 
-def test_later_sees_an_array_at_its_point_of_the_stream(device):
+def test_later_reads_at_its_point_of_the_stream(device):
     array, taken = device.zeros((2,), FLOAT), []
     for _ in range(3):
         increase(device, array)
@@ -127,10 +121,10 @@ def test_later_sees_an_array_at_its_point_of_the_stream(device):
     assert device.download(array).tolist() == [0, 0]
 
 
-def test_memory_of_copies_is_lent_out_again_once_they_are_done_and_not_before(device):
-    """The pool lends out what was dropped, of the same size, to whoever asks next."""
+def test_copy_memory_is_reused_only_when_done(device):
+    """The pool reuses dropped memory of the same size."""
     array, other = device.zeros((2,), FLOAT), device.zeros((2,), FLOAT)
-    device.to_host_async(array)  # for which nobody waits
+    device.to_host_async(array)  # never waited for
     gc.collect()
     mirror = device.mirror(other)
     mirror.host[:] = 5
@@ -141,7 +135,7 @@ def test_memory_of_copies_is_lent_out_again_once_they_are_done_and_not_before(de
     assert device.xp.pinned < 5
 
 
-def test_a_mirror_goes_back_and_forth(device):
+def test_mirror_copies_both_ways(device):
     array = device.zeros((2, 2), FLOAT)
     mirror = device.mirror(array)
     assert (mirror.host.shape, mirror.host.dtype) == ((2, 2), FLOAT)
@@ -150,13 +144,13 @@ def test_a_mirror_goes_back_and_forth(device):
     mirror.ready()
     mirror.host[...] = 0
     mirror.fetch()
-    assert mirror.host.sum() == 0  # not before somebody waits
+    assert mirror.host.sum() == 0  # not copied yet
     mirror.ready()
     assert mirror.host.tolist() == [[1, 2], [3, 4]]
 
 
-def test_each_devices_memory_is_cleared_in_its_own_order():
-    """The last device that was opened owns CuPy's current stream; arrays of others are not its business."""
+def test_device_clears_memory_in_its_own_stream():
+    """The device that was opened last owns CuPy's current stream."""
     xp = FakeCupy()
     first, second = CupyDevice(0, xp=xp), CupyDevice(0, xp=xp)
     array = first.zeros((4,), FLOAT)
@@ -166,10 +160,7 @@ def test_each_devices_memory_is_cleared_in_its_own_order():
     assert not second.stream.waiting and xp.current is second.stream
 
 
-# Recorded work
-
-
-def test_recorded_work_runs_once_without_failing_then_is_captured_then_repeated(device):
+def test_recorded_work_is_run_then_captured_then_replayed(device):
     array, modes = device.zeros((2,), FLOAT), []
 
     def work():
@@ -188,20 +179,17 @@ def test_recorded_work_runs_once_without_failing_then_is_captured_then_repeated(
     assert modes == [False, False, True]
 
 
-@pytest.mark.parametrize(
-    "what, says",
-    [
-        (lambda device, array: device.zeros((3,), FLOAT), "while work is being recorded"),
-        (lambda device, array: device.upload(array, ONES), "while work is being recorded"),
-        (lambda device, array: device.to_host_async(array), "while work is being recorded"),
-        (lambda device, array: device.mark(), "while work is being recorded"),
-        (lambda device, array: device.synchronize(), "not permitted when stream is capturing"),
-        (lambda device, array: device.keep(array, lambda: None), "during a capture"),
-        (lambda device, array: 1 / 0, "division by zero"),
-    ],
-)
-def test_work_that_cannot_be_recorded_fails_and_leaves_the_device_usable(device, what, says):
-    """CUDA would let some of it pass, in the capture mode that CuPy chooses: the device itself refuses it."""
+@pytest.mark.parametrize("what, says", [
+    (lambda device, array: device.zeros((3,), FLOAT), "while work is being recorded"),
+    (lambda device, array: device.upload(array, ONES), "while work is being recorded"),
+    (lambda device, array: device.to_host_async(array), "while work is being recorded"),
+    (lambda device, array: device.mark(), "while work is being recorded"),
+    (lambda device, array: device.synchronize(), "not permitted when stream is capturing"),
+    (lambda device, array: device.keep(array, lambda: None), "during a capture"),
+    (lambda device, array: 1 / 0, "division by zero"),
+])  # fmt: skip
+def test_unrecordable_work_fails_cleanly(device, what, says):
+    """CUDA would accept some of these operations in CuPy's capture mode, so the device rejects them."""
     array, calls = device.zeros((2,), FLOAT), []
 
     def work():
@@ -223,7 +211,7 @@ def test_work_that_cannot_be_recorded_fails_and_leaves_the_device_usable(device,
     assert device.download(array).tolist() == [3, 3]
 
 
-def test_a_recorded_work_keeps_what_it_needs_alive(device):
+def test_recorded_work_keeps_objects_alive(device):
     class Owner:
         def __init__(self):
             self.array = device.zeros((2,), FLOAT)
@@ -243,15 +231,12 @@ def test_a_recorded_work_keeps_what_it_needs_alive(device):
     assert array() is None
 
 
-# Time
-
-
-def test_the_fastest_is_found_once_per_key(device):
+def test_fastest_is_found_once_per_key(device):
     calls = []
     candidates = [lambda i=i: calls.append(i) for i in range(3)]
     measured(device, [3, 1, 2])
     device.fastest("a", candidates)
-    assert calls == [i for i in range(3) for _ in range(1 + TIMED_CALLS)] + [1]  # the others are hopeless
+    assert calls == [i for i in range(3) for _ in range(1 + TIMED_CALLS)] + [1]  # the others are far slower
     calls.clear()
     device.fastest("a", candidates)
     assert calls == [1]
@@ -261,13 +246,13 @@ def test_the_fastest_is_found_once_per_key(device):
     assert device.choices == {"a": 1, "b": 0}
     calls.clear()
     device.capture(lambda: [device.fastest(key, candidates) for key in ("a", "new")])
-    assert calls == [1, 0]  # while recording, the known or the first
+    assert calls == [1, 0]  # recording uses the known one, or the first
     calls.clear()
     HostDevice(deterministic=True).fastest("a", candidates)
     assert calls == [0]
 
 
-def test_candidates_that_are_close_take_turns_and_their_median_counts(device):
+def test_close_candidates_alternate_and_use_medians(device):
     calls = []
     candidates = [lambda i=i: calls.append(i) for i in range(3)]
     cold, turns = [10, 30, 12], [[8, 9], [8, 9], [99, 9], [11, 9], [12, 9]]
@@ -276,16 +261,16 @@ def test_candidates_that_are_close_take_turns_and_their_median_counts(device):
     assert calls[:: 1 + TIMED_CALLS] == [0, 1, 2] + [0, 2] * len(turns)
 
 
-def test_marks_are_events_that_are_waited_for(device):
+def test_marks_wait_for_their_event(device):
     first, array = device.mark(), device.zeros((2,), FLOAT)
     device.upload(array, ONES)
     second = device.mark()
     measured(device, [250.0])
     assert second.seconds_since(first) == 0.25
-    assert array.memory.tolist() == [1, 1]  # what lies before the mark is done
+    assert array.memory.tolist() == [1, 1]  # work before the mark is done
 
 
-def test_keep_puts_the_old_contents_back(device):
+def test_keep_restores_the_contents(device):
     array, seen = device.array(np.array([3, 4], FLOAT)), []
 
     def work():
@@ -294,23 +279,10 @@ def test_keep_puts_the_old_contents_back(device):
 
     device.keep(array, work)
     assert seen == [[4, 5]]
-    assert array.memory.tolist() == [3, 4]  # at once, as `keep` waits
-
-
-def test_the_stand_in_notices_a_wait_that_was_forgotten(device):
-    array = device.array(ONES)
-    mirror = device.mirror(array)
-    mirror.fetch()
-    assert mirror.host.tolist() != [1, 1]
-    with pytest.raises(CudaError, match="measured nothing"):
-        device.xp.cuda.get_elapsed_time(device.xp.cuda.Event(), device.xp.cuda.Event())
-
-
-# The host's memory for saving
+    assert array.memory.tolist() == [3, 4]  # `keep` waits
 
 
 def peak_of(work):
-    """What `work` gives, and the most bytes that were in use during it."""
     tracemalloc.start()
     try:
         return work(), tracemalloc.get_traced_memory()[1]
@@ -328,8 +300,8 @@ def model(request, monkeypatch):
 
 
 @pytest.mark.parametrize("model", [16], indirect=True)
-def test_a_copy_to_save_takes_no_more_memory_than_is_counted(model, monkeypatch):
-    """Of the host: what `copy_bytes` counts, and some pieces."""
+def test_copy_to_save_needs_the_counted_memory(model, monkeypatch):
+    """The host memory is `copy_bytes`, and some pieces."""
     monkeypatch.setattr(saving, "COPIED_AT_ONCE", 1 << 10)
     settings = TrainConfig(save="async")
     optimizer, k = AdamW(model, settings), model.kernels
@@ -344,12 +316,12 @@ def test_a_copy_to_save_takes_no_more_memory_than_is_counted(model, monkeypatch)
 
 
 @pytest.mark.parametrize("model", [64], indirect=True)
-def test_saving_while_training_waits_takes_the_memory_of_a_tensor(model, tmp_path):
+def test_sync_saving_needs_memory_of_one_tensor(model, tmp_path):
     settings, directory = TrainConfig(save="sync"), RunDirectory(tmp_path / "run")
     directory.path.mkdir()
     about = Description(RunConfig(model=model.config), None)
     saver = saving.Checkpoints(model, AdamW(model, settings), directory, about, settings, print)
-    saver.write_now(State(1))  # whatever else is made once
+    saver.write_now(State(1))  # creates cached objects
     _, peak = peak_of(lambda: saver.write_now(State(2)))
     verify(directory.checkpoints / "step-00000002")
     assert peak < 2 * model.layout.size  # bytes, of 12 that weights and moments take

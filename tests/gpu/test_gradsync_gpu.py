@@ -1,6 +1,5 @@
-"""Gradients are summed between GPUs in many ways: the weights are those of one packed sum, also after resuming."""
-
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import pytest
@@ -15,8 +14,13 @@ from distgpt.core.saved.rundir import RunDirectory
 from distgpt.core.saved.tensors import read_into
 from distgpt.core.train.checkpoints import Checkpoints
 from distgpt.core.train.setup import restore
+from distgpt.gpu import transport
+from distgpt.gpu.kernels import CudaKernels
 from distgpt.parallel.choose import Chosen
+from distgpt.parallel.node_memory import one_by_one
 from distgpt.parallel.overlapped import OverlappedNccl
+from distgpt.parallel.reductions import HostWire, ReduceScatterGather
+from fakenccl import NcclError
 from gpuranks import CONFIG, MODEL, SHARDED, batches, on_gpus, packed, steps_of, trained, work_of
 from threadranks import on_all_ranks
 
@@ -36,15 +40,15 @@ def trained_on(size, config, way="nccl", steps=3, **how):
 
 @pytest.mark.ci
 @pytest.mark.parametrize("way, dtype", [("nccl", "bfloat16"), ("host", "float32")])
-def test_sharded_gives_the_bits_of_packed_on_two_ranks(way, dtype):
+def test_sharded_matches_packed_bitwise(way, dtype):
     found = trained_on(2, replace(SHARDED, dtype=dtype), way)
     assert same(found, packed(dtype, way)) and (found[0][0] == found[1][0]).all()
 
 
 @pytest.mark.ci
 @pytest.mark.parametrize("hasty, graphs", [(False, True), (True, False)])
-def test_overlapped_gives_the_bits_of_packed(hasty, graphs, monkeypatch):
-    """Whether NCCL's stream does its work as early as it may, or as late."""
+def test_overlapped_matches_packed_bitwise(hasty, graphs, monkeypatch):
+    """NCCL's stream works as early as possible, or as late as possible."""
     monkeypatch.setattr(OverlappedNccl, "least", 5000)
     seen = []
 
@@ -63,8 +67,8 @@ def test_overlapped_gives_the_bits_of_packed(hasty, graphs, monkeypatch):
 
 @pytest.mark.ci
 @pytest.mark.parametrize("hasty, graphs", [(False, True), pytest.param(True, False, marks=SLOW)])
-def test_overlapped_in_bfloat16_gives_the_bits_of_the_same_buckets_behind_the_pass(hasty, graphs, monkeypatch):
-    """Nothing is rounded before it is final, and no bucket takes the memory of the one before."""
+def test_overlapped_bfloat16_equals_sequential_buckets(hasty, graphs, monkeypatch):
+    """Only final sums are rounded, and no bucket uses the memory of the previous one."""
     monkeypatch.setattr(OverlappedNccl, "least", 5000)
     config = replace(OVERLAPPED, gradient_dtype="bfloat16")
 
@@ -84,7 +88,7 @@ def test_overlapped_needs_nccl(way):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("mode", ["allreduce", "sharded", "overlapped"])
-def test_bfloat16_on_the_wire_is_near_and_the_same_every_time(mode):
+def test_bfloat16_exchange_is_close_and_repeatable(mode):
     config = replace(CONFIG, grad_sync=mode, gradient_dtype="bfloat16")
     found = trained_on(2, config)
     assert mode != "sharded" or same(found, trained_on(2, config))
@@ -95,11 +99,7 @@ def test_bfloat16_on_the_wire_is_near_and_the_same_every_time(mode):
     np.testing.assert_allclose(found[0][1], sent[0][1], rtol=1e-4)
 
 
-# -- saved and resumed
-
-
 def saved_at(comm, device, out, config, at=2):
-    """Weights, the best ones, and a checkpoint after some steps."""
     work = work_of(comm, device, config)
     for step in range(at):
         work.launch(step, batches())
@@ -122,8 +122,8 @@ def resumed(comm, device, out, config, at=2, steps=4):
 
 @pytest.mark.ci
 @pytest.mark.parametrize("dtype, way", [("bfloat16", "nccl"), pytest.param("float32", "host", marks=SLOW)])
-def test_what_is_saved_is_what_packed_saves_and_resumes_exactly(dtype, way, tmp_path):
-    """Weights in full precision too, of which no rank has all."""
+def test_sharded_saves_and_resumes_like_packed(dtype, way, tmp_path):
+    """No rank has all weights in full precision."""
     plain, sharded = (replace(config, dtype=dtype) for config in (CONFIG, SHARDED))
     for name, config in (("allreduce", plain), ("sharded", sharded)):
         ended = on_gpus(2, lambda comm, device, n=name, c=config: saved_at(comm, device, tmp_path / n, c), way)
@@ -142,7 +142,7 @@ def test_what_is_saved_is_what_packed_saves_and_resumes_exactly(dtype, way, tmp_
 
 
 @pytest.mark.slow
-def test_sharded_runs_move_to_other_numbers_of_ranks_and_stages(tmp_path):
+def test_sharded_run_changes_ranks_and_stages(tmp_path):
     on_gpus(2, lambda comm, device: saved_at(comm, device, tmp_path / "gpu", SHARDED))
     on_all_ranks(2, lambda comm: saved_at(comm, None, tmp_path / "cpu", SHARDED))
     known = trained_on(2, CONFIG, steps=4)[0][1][2:]
@@ -156,7 +156,7 @@ def test_sharded_runs_move_to_other_numbers_of_ranks_and_stages(tmp_path):
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_a_rank_keeps_its_part_alone_in_full_precision(dtype):
+def test_rank_keeps_only_its_part_in_full_precision(dtype):
     config = replace(SHARDED, dtype=dtype)
 
     def act(comm, device):
@@ -175,3 +175,74 @@ def test_a_rank_keeps_its_part_alone_in_full_precision(dtype):
             assert bytes_kept == 2 * size + 4 * len(here), "and no more"
             assert (here.view(np.uint32) & 0xFFFF).any(), "rounded"
         np.testing.assert_allclose(params[own], here, rtol=2**-8)
+
+
+def exchanged(comm, device=None, *, bounds):
+    """Return a rank's arrays after each kind of exchange, on its device or the host."""
+    found, size, queued = [], comm.size, getattr(comm, "queued", None)
+    reduce = (lambda array: queued.reduce(array, bounds)) if queued else comm.sum
+
+    def after(host, exchange):
+        array = device.array(host) if device else host.copy()
+        exchange(array)
+        found.append(device.download(array) if device else array)
+
+    for dtype in (np.float32, np.float64):
+        values = np.arange(80, dtype=dtype) * (comm.rank + 1)
+        for exchange in (comm.sum, comm.broadcast, lambda array: comm.all_gather(array, bounds)):
+            after(values.reshape(8, 10) if exchange == comm.sum else values, exchange)
+        after(values, reduce)
+        found[-1] = found[-1][bounds[comm.rank] : bounds[comm.rank + 1]]
+    sent, counts = np.arange(80, dtype=np.uint16) + 100 * comm.rank, [5, 0, 9, 7][:size]
+    going = device.array(sent) if device else sent
+    exchange = partial(comm.all_to_all, sent=going, starts=[10 * other for other in range(size)], counts=counts)
+    after(np.zeros((size, 9), np.uint16), exchange)
+    return found
+
+
+@pytest.mark.parametrize("way", ["nccl", "host"])
+@pytest.mark.parametrize(
+    "bounds", [[0, 77], [3, 35, 77], [3, 3, 3, 77], [0, 16, 32, 48, 77], [0, 32, 32, 40, 41]], ids=str
+)
+def test_parts_are_summed_and_gathered(way, bounds, monkeypatch):
+    """Exchanges are in place, also with fewer elements than ranks. The last bounds are Muon's; one part is empty."""
+    monkeypatch.setattr(transport, "PIECE_BYTES", 100)
+    act, size = partial(exchanged, bounds=bounds), len(bounds) - 1
+    for found, wanted in zip(on_gpus(size, act, way), on_all_ranks(size, act), strict=True):
+        for array, known in zip(found, wanted, strict=True):
+            np.testing.assert_array_equal(array, known)
+
+
+def test_different_call_order_fails_on_all_ranks():
+    def act(comm, device, differs):
+        one, other = (device.zeros((8,), np.dtype(np.float32)) for _ in range(2))
+        first = (lambda: comm.broadcast(one)) if differs(comm.rank) else (lambda: comm.sum(one))
+        for call in (first, lambda: comm.sum(other)):
+            call()
+        return device.download(other).tolist()
+
+    assert on_gpus(2, lambda comm, device: act(comm, device, lambda rank: False)) == [[0.0] * 8] * 2
+    found = on_gpus(2, lambda comm, device: act(comm, device, lambda rank: rank == 1))
+    assert all(isinstance(error, NcclError) for error in found), found
+    assert any("has called" in str(error) for error in found)
+
+
+def test_bfloat16_sums_match_host_bitwise():
+    """Rounding depends only on seed, step, rank and position."""
+
+    def summed(comm, device=None):
+        drawn = np.random.default_rng(comm.rank).standard_normal(5003).astype(np.float32)
+        drawn[[100, 2000, 4000]] = np.nan, np.inf, -np.inf
+        flat, wire = drawn, HostWire(one_by_one, 1)
+        if device:
+            flat, wire = device.array(drawn), CudaKernels(device, None, "bfloat16").wire
+        ReduceScatterGather(comm, flat, "bfloat16", 3, wire).sum(16, 5000, step=9)
+        if device:
+            device.xp.check()
+        return device.download(flat) if device else flat
+
+    for ranks in (1, 2, 3):
+        wanted = on_all_ranks(ranks, summed)
+        for way in ("nccl", "host"):
+            for found, known in zip(on_gpus(ranks, summed, way), wanted, strict=True):
+                assert found.tobytes() == known.tobytes(), (ranks, way)

@@ -1,5 +1,3 @@
-"""What a GPU stage lacks, on machines that lack one thing each; and where libraries are found."""
-
 import ctypes
 import importlib.metadata
 import os
@@ -22,15 +20,14 @@ P100 = Gpu("Tesla P100", "04" * 16, (6, 0), 16_000_000_000)
 
 
 def put(where, value, kind=ctypes.c_int):
-    """Write through a pointer of ctypes."""
     ctypes.cast(where, ctypes.POINTER(kind))[0] = value
 
 
 class FakeCuda:
-    """libcuda as ctypes shows it: pointers in, error numbers out."""
+    """libcuda as ctypes loads it."""
 
     def __init__(self, gpus=(), version=13000, error=0):
-        of = self._of = lambda device: gpus[device.value - 40]  # a handle, which is not the number
+        of = self._of = lambda device: gpus[device.value - 40]  # handles differ from numbers
         text = {802: b"system not yet initialized"}
         self.cuInit = lambda flags: error
         self.cuDriverGetVersion = lambda where: put(where, version)
@@ -44,7 +41,7 @@ class FakeCuda:
 
 
 class NewerCuda(FakeCuda):
-    """It also knows the parts that a GPU can be divided into."""
+    """A version that supports MIG."""
 
     def cuDeviceGetUuid_v2(self, uuid, device):
         uuid.raw = bytes.fromhex(self._of(device).uuid)[::-1]
@@ -52,7 +49,7 @@ class NewerCuda(FakeCuda):
 
 @pytest.fixture
 def has(monkeypatch):
-    """Lets this machine have a driver, or None, and packages of these versions."""
+    """Return a function that fakes the driver and the installed packages."""
 
     def set_up(cuda, installed=None, release=Path("/nowhere")):
         known = installed or {}
@@ -73,19 +70,13 @@ BOTH, REVERSED = (H200, T4), replace(H200, uuid="00" * 15 + "07")
 KNOWN = partial(Driver, (13, 0), "580.65.06")
 
 
-@pytest.mark.parametrize(
-    ("cuda", "expected"),
-    [
-        (FakeCuda(BOTH), KNOWN(BOTH)),
-        (FakeCuda(version=12090), Driver((12, 9), "580.65.06")),
-        (NewerCuda((REVERSED,)), KNOWN((replace(H200, uuid="07" + "00" * 15),))),
-        (FakeCuda(BOTH, error=100), KNOWN()),
-        (FakeCuda(error=802), KNOWN((), "system not yet initialized (CUDA error 802)")),
-        (FakeCuda(error=999), KNOWN((), "unknown error (CUDA error 999)")),
-        (None, None),
-    ],
-)
-def test_the_driver_and_its_devices_are_described_as_it_tells_them(cuda, expected, tmp_path, has):
+@pytest.mark.parametrize(("cuda", "expected"), [
+    (FakeCuda(BOTH), KNOWN(BOTH)), (FakeCuda(version=12090), Driver((12, 9), "580.65.06")),
+    (NewerCuda((REVERSED,)), KNOWN((replace(H200, uuid="07" + "00" * 15),))), (FakeCuda(BOTH, error=100), KNOWN()),
+    (FakeCuda(error=802), KNOWN((), "system not yet initialized (CUDA error 802)")),
+    (FakeCuda(error=999), KNOWN((), "unknown error (CUDA error 999)")), (None, None),
+])  # fmt: skip
+def test_driver_and_devices_are_described(cuda, expected, tmp_path, has):
     version = tmp_path / "version"
     version.write_text("NVRM version: NVIDIA UNIX Open Kernel Module  580.65.06  Release\nGCC 12")
     has(cuda, release=version)
@@ -94,17 +85,12 @@ def test_the_driver_and_its_devices_are_described_as_it_tells_them(cuda, expecte
     assert driver() == (expected and replace(expected, release=""))
 
 
-@pytest.mark.parametrize(
-    ("installed", "cuda", "wanted"),
-    [
-        ({"cupy-cuda12x": "14.0"}, 13000, ["libnvrtc.so.12"]),
-        ({"cupy-cuda13x": "14.0"}, 13000, ["libnvrtc.so.13"]),
-        ({}, 12040, ["libnvrtc.so.12"]),
-        ({"cupy": "14.0"}, 13010, ["libnvrtc.so.13"]),
-        ({}, None, ["libnvrtc.so.13", "libnvrtc.so.12"]),
-    ],
-)
-def test_libraries_are_looked_for_in_the_cuda_that_cupy_is_built_for(installed, cuda, wanted, has, monkeypatch):
+@pytest.mark.parametrize(("installed", "cuda", "wanted"), [
+    ({"cupy-cuda12x": "14.0"}, 13000, ["libnvrtc.so.12"]), ({"cupy-cuda13x": "14.0"}, 13000, ["libnvrtc.so.13"]),
+    ({}, 12040, ["libnvrtc.so.12"]), ({"cupy": "14.0"}, 13010, ["libnvrtc.so.13"]),
+    ({}, None, ["libnvrtc.so.13", "libnvrtc.so.12"]),
+])  # fmt: skip
+def test_libraries_match_the_cuda_of_cupy(installed, cuda, wanted, has, monkeypatch):
     asked = []
 
     def find(names):
@@ -118,8 +104,6 @@ def test_libraries_are_looked_for_in_the_cuda_that_cupy_is_built_for(installed, 
     assert wanted in asked and ["libcudnn.so.9"] in asked
     assert found.libraries == {"NCCL": "/a/file"} and found.visible == "1"
 
-
-# What is missing
 
 GOOD = Found(
     driver=Driver((13, 0), "580.65.06", (H200,)),
@@ -138,8 +122,6 @@ def without_library(name):
 
 
 CUDA12 = {"packages": {"cupy-cuda12x": "13.3.0"}}
-
-
 REMOVE = "pip uninstall -y"
 INSTALL_12, INSTALL_13 = "pip install 'distgpt[cuda12x]'", "pip install 'distgpt[cuda13x]'"
 NO_CUPY = {"packages": {}}
@@ -160,7 +142,7 @@ TROUBLES = [
     (without_library("NVRTC"), "NVRTC", "pip install nvidia-cuda-nvrtc"),
     (without_library("cuBLASLt"), "cuBLASLt", "pip install nvidia-cublas"),
     ({**without_library("cuBLASLt"), **CUDA12}, "cuBLASLt", "pip install nvidia-cublas-cu12"),
-    (with_driver(gpus=(H200, V100)), ONE_CUPY, SWITCH),  # which CUDA 13 no longer compiles for
+    (with_driver(gpus=(H200, V100)), ONE_CUPY, SWITCH),  # not supported by CUDA 13
     ({**with_driver(gpus=(P100,)), **CUDA12}, "GPU 0 (Tesla P100)", "7.0 is required"),
 ]
 LOW = (with_driver(gpus=(T4,)), "capability 7.5", "bfloat16 requires 8.0; use --dtype float32")
@@ -169,7 +151,7 @@ LOW = (with_driver(gpus=(T4,)), "capability 7.5", "bfloat16 requires 8.0; use --
 @pytest.mark.parametrize(
     ("change", "what", "remedy", "dtype"), [*((*each, "float32") for each in TROUBLES), (*LOW, "bfloat16")]
 )
-def test_each_thing_that_is_missing_has_its_remedy(change, what, remedy, dtype, monkeypatch):
+def test_missing_parts_have_remedies(change, what, remedy, dtype, monkeypatch):
     found = replace(GOOD, **change)
     (missing,) = missing_for_gpu(found, dtype)
     assert what in missing.what and remedy in missing.remedy
@@ -179,15 +161,12 @@ def test_each_thing_that_is_missing_has_its_remedy(change, what, remedy, dtype, 
     assert str(refused.value) == f"stage 'mpi-cuda' cannot run here: {missing.what}: {missing.remedy}"
 
 
-@pytest.mark.parametrize(
-    ("change", "dtype"),
-    [
-        *(({}, "float32"), ({}, "bfloat16"), (CUDA12, "bfloat16"), ({"packages": {"cupy": "14.2.0"}}, "bfloat16")),
-        *((with_driver(gpus=(T4,)), "float32"), ({**with_driver(gpus=(V100,)), **CUDA12}, "float32")),
-        ({**with_driver((12, 4)), **CUDA12}, "bfloat16"),
-    ],
-)
-def test_older_gpus_and_older_cuda_are_good_enough_where_they_fit(change, dtype, monkeypatch):
+@pytest.mark.parametrize(("change", "dtype"), [
+    *(({}, "float32"), ({}, "bfloat16"), (CUDA12, "bfloat16"), ({"packages": {"cupy": "14.2.0"}}, "bfloat16")),
+    *((with_driver(gpus=(T4,)), "float32"), ({**with_driver(gpus=(V100,)), **CUDA12}, "float32")),
+    ({**with_driver((12, 4)), **CUDA12}, "bfloat16"),
+])  # fmt: skip
+def test_older_gpus_and_cuda_are_supported(change, dtype, monkeypatch):
     found = replace(GOOD, **change)
     assert missing_for_gpu(found, dtype) == []
     monkeypatch.setattr(probing, "probe", lambda: found)
@@ -203,7 +182,7 @@ def test_probing_loads_nothing_heavy():
 
 @pytest.mark.ci
 @pytest.mark.skipif(COMPILER is None, reason="needs g++")
-def test_libraries_come_from_wheels_then_the_toolkit_and_never_twice(tmp_path):
+def test_libraries_come_from_wheels_then_the_toolkit(tmp_path):
     places = {"wheel": "site/nvidia/cu13/lib", "toolkit": "cuda/lib64", "elsewhere": "elsewhere"}
     for number, folder in enumerate(places.values()):
         place = tmp_path / folder

@@ -1,5 +1,3 @@
-"""Profiling on a GPU: times by marks in the stream, rows of what is one operation there, no graphs."""
-
 import numpy as np
 import pytest
 from devices import ON_GPU, device, kernels
@@ -13,7 +11,7 @@ from distgpt.measure.profile.session import Profiler, of_rank, peak_gflops, resu
 FLOAT = np.dtype(np.float32)
 
 
-def test_a_marks_time_is_the_devices():
+def test_marks_measure_device_time():
     on = device()
     clock = Timer.of(on)
     array, begun = on.zeros((1 << 16,), FLOAT), clock.now()
@@ -26,7 +24,7 @@ def test_a_marks_time_is_the_devices():
 
 
 @pytest.mark.parametrize("mlp", ["gelu", "swiglu"])
-def test_a_profile_of_steps_on_a_device(mlp):
+def test_steps_are_profiled_on_a_device(mlp):
     k = kernels("float32", graphs=False)
     size = {"n_layer": 2, "n_head": 2, "n_embd": 32, "seq_len": 16, "vocab_size": 50, "batch_size": 4}
     run = preset("gpt-mini", {**size, "grad_accum": 1, "mlp": mlp, "recompute": "none"})
@@ -46,7 +44,7 @@ def test_a_profile_of_steps_on_a_device(mlp):
     assert flops == pytest.approx(64 * (1 + BACKWARD) * operations(step.model).forward)
 
 
-def test_a_devices_peak(monkeypatch):
-    if not ON_GPU:  # as far as a processor that plays a GPU can tell
+def test_peak_is_measured_on_a_device(monkeypatch):
+    if not ON_GPU:  # small sizes for the emulated GPU
         monkeypatch.setattr("distgpt.measure.profile.session.SIDES", (32, 64))
     assert peak_gflops(kernels("bfloat16"), 0.02) > 0

@@ -1,5 +1,3 @@
-"""What the GPU stages and these stand-ins take for granted, against the CuPy and cuBLASLt installed."""
-
 import ctypes
 import gc
 import importlib
@@ -29,8 +27,8 @@ STAND_INS = {
     "cuda.function": (fakecupy.Module,),
     "cuda.nccl": (fakenccl.NcclCommunicator,),
 }
-OWN = {"refuse_captured", "enqueue", "run"}  # of the stand-in alone
-# What is called: the names of its arguments, or the same in a stand-in.
+OWN = {"refuse_captured", "enqueue", "run"}  # only in the emulation
+# Functions used: argument names, or an emulated function that has them.
 USED = {
     "cuda.Device": ["device"],
     "cuda.Stream": ["null", "non_blocking"],
@@ -61,7 +59,6 @@ PROPERTIES = {
 
 
 def real(path):
-    """Something of CuPy's."""
     if find_spec("cupy") is None:
         pytest.skip("CuPy is not installed")
     with warnings.catch_warnings():
@@ -76,7 +73,7 @@ def real(path):
 
 
 def parameters(function):
-    """The names of what a function takes; for C code from the first line of its text."""
+    """Return a function's argument names, for C code from its docstring."""
     try:
         names = list(inspect.signature(function).parameters)
     except ValueError:
@@ -86,7 +83,7 @@ def parameters(function):
 
 
 @pytest.mark.parametrize("path", USED)
-def test_what_is_called_takes_these_arguments_in_this_order(path):
+def test_used_functions_have_these_arguments(path):
     here, function = USED[path], real(path)
     wanted = here if isinstance(here, list) else parameters(here)
     if inspect.isclass(function) and function.__init__.__doc__.startswith(f"{function.__name__}.__init__("):
@@ -94,12 +91,12 @@ def test_what_is_called_takes_these_arguments_in_this_order(path):
     assert parameters(function)[: len(wanted)] == wanted
 
 
-def test_what_is_looked_at_is_there():
+def test_used_attributes_exist():
     for path, names in PROPERTIES.items():
         assert [name for name in names if not hasattr(real(path), name)] == [], path
 
 
-def test_a_kernel_is_called_with_grid_block_arguments_shared_memory_and_stream():
+def test_kernel_call_checks_its_arguments():
     kind = real("cuda.function.Function")
     function = kind.__new__(kind)
     for args, error, says in (
@@ -112,7 +109,7 @@ def test_a_kernel_is_called_with_grid_block_arguments_shared_memory_and_stream()
             function(*args)
 
 
-def test_ncclcommunicator_takes_a_tuple_or_bytes_and_says_so_before_it_does_anything():
+def test_ncclcommunicator_rejects_a_list():
     kind = real("cuda.nccl.NcclCommunicator")
     with pytest.raises(TypeError, match="commId"):
         kind(1, [0] * 128, 0)
@@ -121,8 +118,8 @@ def test_ncclcommunicator_takes_a_tuple_or_bytes_and_says_so_before_it_does_anyt
             assert int(getattr(real("cuda.nccl"), name)) == getattr(FakeNccl, name), name
 
 
-def test_a_view_of_page_locked_memory_keeps_it():
-    """With memory that is page-locked by name only; the classes are CuPy's."""
+def test_view_keeps_page_locked_memory():
+    """The memory is ordinary, but the classes are CuPy's."""
 
     class Memory:
         numbers = np.zeros(64, np.uint8)
@@ -143,11 +140,9 @@ def test_a_view_of_page_locked_memory_keeps_it():
     assert alive() is None
 
 
-# cuBLASLt: the binding, and the stand-in, against NVIDIA's header and the library itself
-
-
+# The cuBLASLt binding and its emulation are compared with NVIDIA's header and library.
 def _headers():
-    """Folders to include for the real cublasLt.h and what it includes itself, or None."""
+    """Return include options for the real cublasLt.h, or None."""
     nvidia = find_spec("nvidia")
     wheels = [Path(place) for place in (nvidia.submodule_search_locations if nvidia else None) or ()]
     roots = [os.environ.get("CUDA_HOME"), os.environ.get("CUDA_PATH"), "/usr/local/cuda"]
@@ -163,17 +158,11 @@ COMPILER = shutil.which("g++")
 
 
 @pytest.mark.skipif(COMPILER is None or HEADER is None, reason="needs g++, cublasLt.h (nvidia-cublas), CUDA's headers")
-def test_numbers_sizes_and_functions_are_those_of_the_header(tmp_path):
-    prefixes = {
-        cublaslt.Status: "CUBLAS_STATUS_",
-        cublaslt.DataType: "CUDA_",
-        cublaslt.Compute: "CUBLAS_",
-        cublaslt.Epilogue: "CUBLASLT_EPILOGUE_",
-        cublaslt.Reduction: "CUBLASLT_REDUCTION_SCHEME_",
-        cublaslt.Desc: "CUBLASLT_MATMUL_DESC_",
-        cublaslt.Pref: "CUBLASLT_MATMUL_PREF_",
-    }
-    facts = [f"{prefix}{one.name} == {one.value}" for kind, prefix in prefixes.items() for one in kind]
+def test_constants_and_functions_match_the_header(tmp_path):
+    prefixes = {"Status": "CUBLAS_STATUS_", "DataType": "CUDA_", "Compute": "CUBLAS_", "Pref": "CUBLASLT_MATMUL_PREF_"}
+    prefixes |= {"Epilogue": "CUBLASLT_EPILOGUE_", "Reduction": "CUBLASLT_REDUCTION_SCHEME_"}
+    prefixes |= {"Desc": "CUBLASLT_MATMUL_DESC_"}
+    facts = [f"{at}{one.name} == {one.value}" for kind, at in prefixes.items() for one in getattr(cublaslt, kind)]
     result, real = cublaslt.HeuristicResult, "cublasLtMatmulHeuristicResult_t"
     offsets = {name: field.offset for name, field in vars(result).items() if hasattr(field, "offset")}
     assert len(offsets) == 5
@@ -185,14 +174,13 @@ def test_numbers_sizes_and_functions_are_those_of_the_header(tmp_path):
     text = "#include <cublasLt.h>\n#include <type_traits>\n"
     program = tmp_path / "facts.cpp"
     program.write_text(text + "".join(f'static_assert({fact}, "");\n' for fact in facts))
-    checked = subprocess.run(
-        [COMPILER, "-std=c++17", "-fsyntax-only", *HEADER, program], capture_output=True, text=True
-    )
+    command = [COMPILER, "-std=c++17", "-fsyntax-only", *HEADER, program]
+    checked = subprocess.run(command, capture_output=True, text=True)
     assert checked.returncode == 0, checked.stderr
 
 
 class WithoutDevice(CublasLt):
-    """Descriptors need no GPU, a handle does."""
+    """A binding without a handle, which would need a GPU."""
 
     def _create(self, function, *arguments):
         return 0 if function == "cublasLtCreate" else super()._create(function, *arguments)
@@ -200,26 +188,24 @@ class WithoutDevice(CublasLt):
 
 @pytest.fixture
 def library():
-    """The installed one."""
     return probe.load_library(cublaslt.NAMES) or pytest.skip("needs libcublasLt (nvidia-cublas)")
 
 
-def test_the_real_library_takes_all_attributes_that_are_set(library):
+def test_real_library_accepts_all_attributes(library):
     lt = WithoutDevice(library)
-    descriptors = [
-        lt.descriptor(compute, scale, dict.fromkeys(Desc, 1)) for compute, scale in ((68, 0), (77, 0), (70, 1))
-    ]
+    numbers = ((68, 0), (77, 0), (70, 1))
+    descriptors = [lt.descriptor(compute, scale, dict.fromkeys(Desc, 1)) for compute, scale in numbers]
     layouts = [lt.layout(data_type, 3, 5) for data_type in cublaslt.DataType]
     layouts.append(lt.layout(cublaslt.DataType.R_16BF, 3, 5, batch=7))
     descriptors.append(lt.descriptor(68, 0, {}))
     with pytest.raises(LtError, match="cublasLtMatmulAlgoGetHeuristic returned CUBLAS_STATUS_"):
-        lt.algorithms(descriptors[-1], *layouts[:3], dict.fromkeys(Pref, 2), 8)  # so the attributes were taken
+        lt.algorithms(descriptors[-1], *layouts[:3], dict.fromkeys(Pref, 2), 8)  # after the attributes were accepted
     for kind, made in (("MatmulDesc", descriptors), ("MatrixLayout", layouts)):
-        for at in made:  # which the program itself keeps to its end
+        for at in made:  # the program keeps them
             assert getattr(library, f"cublasLt{kind}Destroy")(ctypes.c_void_p(at)) == 0
 
 
-def test_without_a_device_the_real_library_is_refused_with_the_reason(library):
+def test_missing_device_is_reported_by_the_real_library(library):
     devices = ctypes.c_int()
     driver = probe.load_library(("libcuda.so.1",))
     if driver and driver.cuInit(0) == 0 and driver.cuDeviceGetCount(ctypes.byref(devices)) == 0 and devices:

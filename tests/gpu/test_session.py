@@ -1,5 +1,3 @@
-"""The blocks of a session on a GPU, rehearsed on the stand-in: a typo must not cost a device."""
-
 import json
 import os
 import runpy
@@ -17,13 +15,11 @@ from conftest import clean_environment, needs_mpi
 
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPT = ROOT / "benchmarks" / "gpu_session.sh"
-# NVIDIA's tools: they do no more than start what they are given.
+# Fakes of NVIDIA's tools that only start the given command.
 TOOL = """#!/bin/sh
 while [ "${1#-}" != "$1" ]; do case "$1" in --*|-k) shift 2 ;; *) shift ;; esac; done
 [ $# -eq 0 ] || exec "$@"
 """
-
-
 TOOLS = dict.fromkeys(("compute-sanitizer", "ncu", "nvidia-smi"), TOOL)
 
 
@@ -35,7 +31,7 @@ def program(path, text):
 
 
 def session(folder, block, *args, parts="", carry=None, tools=TOOLS, **more):
-    """A rehearsal; what became of each part, and what it printed."""
+    """Run a session with toy sizes; return the process and block.json."""
     for name, text in tools.items():
         program(folder / "tools" / name, text)
     path = os.pathsep.join((str(folder / "tools"), str(Path(sys.executable).parent), os.environ["PATH"]))
@@ -49,7 +45,7 @@ def session(folder, block, *args, parts="", carry=None, tools=TOOLS, **more):
 
 @pytest.fixture(scope="module")
 def carried(tmp_path_factory):
-    """What is carried, at toy sizes: the losses of three presets, and two short texts."""
+    """Make the files to carry at toy sizes: the losses of three presets, and two short text files."""
     folder = tmp_path_factory.mktemp("carried")
     texts = [folder / f"{name}.jsonl" for name in ("train", "val")]
     for number, text in enumerate(texts):
@@ -82,12 +78,12 @@ def test_every_command_of_a_block_runs(block, carried, tmp_path):
     assert found["block"] == block and found["rehearsal"] and found["commit"]
     for file in (tmp_path / "out").glob("*.txt"):
         text = file.read_text()
-        # The last: a wrong option, also of a command whose exit code is not the part's.
+        # Exit code 2 is a wrong option, possibly of a command that does not set the part's exit code.
         for word in ("[no time left", "Traceback", "[exit code 2 "):
             assert word not in text, (file.name, text[-2000:])
     skipped = [name for name, part in found["parts"].items() if "skipped" in part]
     assert not skipped or block in "BNC", done.stdout
-    if block == "N":  # what becomes of it on the page
+    if block == "N":  # its tables on the page
         page = "\n".join(node_table.page([tmp_path / "out"]))
         for heading in ("The node", "tokens/s by cores", "Small presets", "Text", "Sums over ranks", "Served"):
             assert heading in page, page
@@ -95,7 +91,7 @@ def test_every_command_of_a_block_runs(block, carried, tmp_path):
 
 @pytest.mark.ci
 @needs_the_processor
-def test_unknown_parts_are_refused_first_and_those_without_time_named(tmp_path):
+def test_unknown_parts_are_rejected_and_late_ones_named(tmp_path):
     for block, parts in (("A", "facts threads"), ("Z", "facts")):
         done, found = session(tmp_path, block, parts=parts)
         assert (done.returncode, found) == (2, {}) and not (tmp_path / "out").exists()
@@ -106,7 +102,7 @@ def test_unknown_parts_are_refused_first_and_those_without_time_named(tmp_path):
 
 
 @pytest.mark.ci
-def test_a_part_that_lacks_its_program_is_skipped_and_not_right(tmp_path):
+def test_missing_program_skips_its_part(tmp_path):
     done, found = session(tmp_path, "A", 60, parts="sanitize collect", tools={})
     for part in ("sanitize", "collect"):
         assert found["parts"][part]["exit_code"] is None
@@ -114,7 +110,7 @@ def test_a_part_that_lacks_its_program_is_skipped_and_not_right(tmp_path):
     assert "compute-sanitizer" in found["parts"]["sanitize"]["skipped"]
 
 
-# Python, but of the command line no more than that it was called, in which folder for caches.
+# A Python that, instead of the command line, prints the cache directory.
 CALLED = f"""#!/bin/sh
 case "$1 $2" in
 *hostgpu.py*) echo "caches in $XDG_CACHE_HOME" ;;
@@ -126,7 +122,7 @@ esac
 
 @pytest.mark.ci
 @needs_mpi
-def test_a_server_that_cannot_start_is_skipped_and_the_other_commands_are_done(tmp_path):
+def test_server_that_cannot_start_is_skipped(tmp_path):
     python = program(tmp_path / "tools" / "python", CALLED)
     done, found = session(tmp_path, "A", 60, parts="commands", PY=str(python))
     part = found["parts"]["commands"]
@@ -134,27 +130,25 @@ def test_a_server_that_cannot_start_is_skipped_and_the_other_commands_are_done(t
 
 
 @pytest.mark.ci
-def test_the_empty_cache_of_a_cold_start_is_that_part_s_alone(tmp_path):
+def test_cold_start_uses_a_separate_empty_cache(tmp_path):
     python = program(tmp_path / "tools" / "python", CALLED)
     session(tmp_path, "B", 60, parts="startup counters", PY=str(python), XDG_CACHE_HOME="/its/own")
-    caches = {
-        name: [line for line in (tmp_path / "out" / f"{name}.txt").read_text().splitlines() if "caches" in line]
-        for name in ("startup", "counters")
-    }
+    lines = {name: (tmp_path / "out" / f"{name}.txt").read_text().splitlines() for name in ("startup", "counters")}
+    caches = {name: [line for line in found if "caches" in line] for name, found in lines.items()}
     assert caches["startup"][:2] == caches["counters"] * 2 == ["caches in /its/own"] * 2
     assert caches["startup"][2].endswith("/empty")
 
 
 @pytest.mark.ci
-def test_sanitizers_are_waited_for_though_no_part_collects_them(tmp_path):
+def test_sanitizers_are_always_collected(tmp_path):
     slow = f"#!/bin/sh\nsleep 1\necho ended >>{tmp_path}/ended\nexit 9\n"
     _, found = session(tmp_path, "A", 60, parts="sanitize", tools={"compute-sanitizer": slow})
     assert (tmp_path / "ended").read_text().split() == ["ended"] * 5
-    assert found["parts"]["collect"]["exit_code"] == 9  # what a sanitizer found
+    assert found["parts"]["collect"]["exit_code"] == 9  # the sanitizer's exit code
 
 
 @pytest.mark.ci
-def test_what_cannot_be_installed_and_a_python_that_does_not_start_are_reported(tmp_path):
+def test_failed_setup_is_reported(tmp_path):
     for number, (python, parts) in enumerate((("", "collect"), ("/no/such/python", "sanitize"))):
         folder = tmp_path / str(number)
         program(folder / "carry" / "wheels.tar.xz", "no archive")
@@ -163,7 +157,7 @@ def test_what_cannot_be_installed_and_a_python_that_does_not_start_are_reported(
         assert code and f"prepare: exit code {code}" in done.stdout and found["commit"]
 
 
-def test_the_commit_is_the_tree_s_own_and_a_carry_from_another_tree_is_noticed(tmp_path, monkeypatch):
+def test_commit_identifies_the_tree(tmp_path, monkeypatch):
     def known():
         return gpu_carry.commit_of_this_tree(tmp_path)
 
@@ -186,7 +180,7 @@ def test_the_commit_is_the_tree_s_own_and_a_carry_from_another_tree_is_noticed(t
 
 
 @pytest.mark.ci
-def test_texts_are_asked_for_before_anything_is_made(tmp_path):
+def test_missing_data_is_rejected_first(tmp_path):
     text = tmp_path / "text.jsonl"
     text.write_text(json.dumps({"text": "a text"}))
     both = ("--train", text, "--val", text)
@@ -202,7 +196,7 @@ def test_texts_are_asked_for_before_anything_is_made(tmp_path):
 
 
 @pytest.mark.ci
-def test_only_what_is_made_anew_is_removed(tmp_path):
+def test_only_rebuilt_files_are_removed(tmp_path):
     text, folder = tmp_path / "text.jsonl", tmp_path / "C"
     text.write_text(json.dumps({"text": "a text"}))
     for name in ("wheels.tar.xz", "texts/old.jsonl", "nanochat/old.py"):
@@ -212,15 +206,15 @@ def test_only_what_is_made_anew_is_removed(tmp_path):
     assert carry(*words).returncode == 0
     left = {path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()}
     assert left == {"commit.txt", "wheels.tar.xz", "texts/train.jsonl", "texts/val.jsonl"}
-    # Cubins from another tree keep the commit that they are from.
+    # Cubins from another tree keep its commit.
     (folder / "commit.txt").write_text("another\n")
     (folder / "cache.tar.xz").write_text("from before")
     assert carry(*words).returncode == 0 and (folder / "commit.txt").read_text() == "another\n"
 
 
 @pytest.mark.slow
-def test_what_is_carried_is_installed_into_a_folder_of_its_own_unless_it_is_there(tmp_path):
-    """A wheel that no machine has, and one that every machine has, packed and found lacking or not."""
+def test_missing_wheels_are_installed_separately(tmp_path):
+    """One wheel is on no machine, and the other one is installed."""
     for name in ("nobody_has_this", "pytest"):
         about = f"{name}-1.0.dist-info"
         files = {f"{name}.py": "FOUND = 5\n", f"{about}/RECORD": ""}
@@ -244,7 +238,7 @@ def test_what_is_carried_is_installed_into_a_folder_of_its_own_unless_it_is_ther
     assert subprocess.check_output([python, "-c", "import nobody_has_this as n; print(n.FOUND)"], text=True) == "5\n"
 
 
-def test_shards_are_carried_as_what_is_read_without_pyarrow(tmp_path):
+def test_carried_shards_need_no_pyarrow(tmp_path):
     pyarrow, parquet = (pytest.importorskip(name) for name in ("pyarrow", "pyarrow.parquet"))
     shard, groups = tmp_path / "shard_00000.parquet", [["a text", "naïve\ncafé"], ["the last"]]
     parquet.write_table(pyarrow.table({"text": [*groups[0], *groups[1]]}), shard, row_group_size=2)
@@ -253,14 +247,3 @@ def test_shards_are_carried_as_what_is_read_without_pyarrow(tmp_path):
     own = runpy.run_path(str(path))["ParquetFile"](shard)
     found = [own.read_row_group(i).column("text").to_pylist() for i in range(own.num_row_groups)]
     assert found == groups
-
-
-def test_the_table_of_answers_names_the_commit_of_each_block_s_last_result():
-    page = (ROOT / "docs" / "explanation" / "gpu-runs.md").read_text()
-    files = sorted((ROOT / "benchmarks" / "results").glob("gpu-*-block-?.json"))
-    results = [json.loads(file.read_text()) for file in files]
-    last = {found["block"]: found["commit"].split()[0] for found in results}
-    rows = {line[2]: line for line in page.splitlines() if line[:2] == "| " and line[3:5] == " |"}
-    assert rows.keys() == set("ANBC")
-    for block, line in rows.items():
-        assert f"| {last.get(block, 'not yet')} |" in line, line

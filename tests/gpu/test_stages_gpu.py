@@ -1,5 +1,3 @@
-"""The GPU stages: which rank gets which GPU, what carries arrays between ranks, and what is refused on all ranks."""
-
 import os
 import sys
 import threading
@@ -33,7 +31,7 @@ def device():
 
 
 class Twice(SerialComm):
-    """One of two ranks: the other has the same numbers to sum."""
+    """One of two ranks; the other one has equal numbers."""
 
     size = local_size = 2
 
@@ -41,12 +39,9 @@ class Twice(SerialComm):
         array *= 2
 
 
-# Opening a stage
-
-
 @needs_the_processor
 @pytest.mark.parametrize("gpus, indexes", [(4, [0]), (1, [0, 0]), (2, [0, 1, 0]), (3, [0, 1, 2, 0]), (8, [0, 1, 2, 3])])
-def test_ranks_of_a_node_take_its_gpus_in_turn_and_share_memory(gpus, indexes):
+def test_ranks_share_the_gpus_of_their_node(gpus, indexes):
     with install(gpus):
         stages = on_all_ranks(len(indexes), lambda comm: bound("mpi-cuda", comm, BY_HOST))
         for opened, index in zip(stages, indexes, strict=True):
@@ -75,7 +70,7 @@ def test_parts_of_a_divided_gpu_are_not_shared(monkeypatch):
         assert shared_by([0, 1]) == [2, 2]
 
 
-def test_stages_refuse_options_launches_and_types_that_are_not_theirs(device, monkeypatch):
+def test_invalid_stage_options_are_rejected(device, monkeypatch):
     for launcher in SIZES:
         monkeypatch.delenv(launcher, raising=False)
     for name, option in (("serial", {"graphs": False}), ("mpi", {"allreduce": "nccl"}), ("serial", {"tf32": True})):
@@ -93,7 +88,7 @@ def test_stages_refuse_options_launches_and_types_that_are_not_theirs(device, mo
 
 
 class Taken(Exception):
-    """As CuPy's of a GPU in exclusive mode that another process has, or whose memory is full."""
+    """Like CuPy's error for a GPU that is busy or out of memory."""
 
 
 Taken.__module__ = "cupy_backends.cuda.api.runtime"
@@ -101,7 +96,7 @@ Taken.__module__ = "cupy_backends.cuda.api.runtime"
 
 @needs_the_processor
 @pytest.mark.parametrize("fails", ["CupyDevice", "LtMatmul"])
-def test_a_gpu_that_cannot_be_used_is_refused_in_one_line_on_all_ranks(fails, monkeypatch):
+def test_unusable_gpu_is_reported_on_all_ranks(fails, monkeypatch):
     says, make = "cudaErrorDevicesUnavailable: all are busy", getattr(stage, fails)
 
     def fail(*args, **how):
@@ -117,23 +112,20 @@ def test_a_gpu_that_cannot_be_used_is_refused_in_one_line_on_all_ranks(fails, mo
     assert str(found[0]).startswith("rank 1: ") and f"GPU 1: {says}; " in str(found[0])
 
 
-def test_other_errors_of_opening_stay_what_they_are(monkeypatch):
+def test_other_errors_of_opening_propagate(monkeypatch):
     monkeypatch.setattr(stage, "CupyDevice", lambda *args, **how: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         stage.open_device(0, GpuConfig())
 
 
-def test_a_gpu_that_is_missing_is_refused_on_all_ranks_before_any_is_opened(monkeypatch):
+def test_missing_gpu_is_reported_before_opening(monkeypatch):
     monkeypatch.setattr(probe, "driver", lambda: None)
     monkeypatch.setattr(stage, "open_device", None)
     found = on_all_ranks(2, lambda comm: GPU.open("mpi-cuda", comm, None, GpuConfig()))
     assert all(error.shared and "'mpi-cuda' cannot run here" in str(error) for error in found)
 
 
-# Transports
-
-
-def test_sums_take_the_same_memory_again_and_again(device):
+def test_sums_reuse_memory(device):
     array, way = device.zeros((25,), FLOAT), HostStaged(Twice(), device)
     device.upload(array, np.ones(25, FLOAT))
     for _ in range(20):
@@ -142,7 +134,7 @@ def test_sums_take_the_same_memory_again_and_again(device):
     assert device.xp.pinned < 5
 
 
-def test_what_has_failed_in_nccl_is_known(device):
+def test_nccl_trouble_is_reported(device):
     nccl = FakeNccl()
     way = Nccl(Twice(), device, nccl)
     for trouble, says in ((None, ""), (NcclError("system error"), "system error"), (KeyError(6), "KeyError: 6")):
@@ -151,8 +143,8 @@ def test_what_has_failed_in_nccl_is_known(device):
 
 
 @pytest.mark.parametrize("size", [1, 2])
-def test_an_error_of_nccls_in_the_main_thread_is_one_line(size, capsys):
-    """As where it has noticed that another rank is gone before the next call."""
+def test_nccl_error_is_one_line(size, capsys):
+    """NCCL may notice before the next call that another rank is gone."""
     ended = []
     comm = SimpleNamespace(rank=1, size=size, abort=ended.append)
     assert this_job().leave(NcclError("remote process exited"), comm) == 70 and ended == [70] * (size > 1)
@@ -160,11 +152,8 @@ def test_an_error_of_nccls_in_the_main_thread_is_one_line(size, capsys):
     assert said.startswith("distgpt: rank 1: NCCL failed") and "remote process exited" in said
 
 
-# The choice of a transport
-
-
 @pytest.mark.parametrize("available", [None, False, True])
-def test_nccl_is_there_only_with_its_library_and_a_binding_that_finds_it(available, monkeypatch):
+def test_nccl_needs_its_library_and_binding(available, monkeypatch):
     monkeypatch.setattr(probe, "load_library", lambda names: None if available is None else object())
     nccl = FakeNccl()
     nccl.available = bool(available)
@@ -177,8 +166,8 @@ def test_nccl_is_there_only_with_its_library_and_a_binding_that_finds_it(availab
 @pytest.mark.parametrize("how", ["auto", "nccl", "host"])
 @pytest.mark.parametrize("crowded", [(), (0, 2), (0, 1, 2)], ids=str)
 @pytest.mark.parametrize("lacking", [(), (2,), (0, 1, 2)], ids=str)
-def test_ranks_choose_alike(how, crowded, lacking, monkeypatch):
-    """`crowded`: the ranks that share a GPU, `lacking`: those without NCCL. Each rank counts one GPU, its own."""
+def test_ranks_agree_on_a_transport(how, crowded, lacking, monkeypatch):
+    """`crowded`: ranks that share a GPU; `lacking`: ranks without NCCL."""
     here = threading.local()
     monkeypatch.setattr(transport, "nccl_module", lambda: here.nccl)
 
@@ -199,10 +188,10 @@ def test_ranks_choose_alike(how, crowded, lacking, monkeypatch):
 
 
 @pytest.mark.parametrize(("version", "variable"), [(22809, "NCCL_HOSTID"), (23007, "NCCL_MULTI_RANK_GPU_ENABLE")])
-def test_nccl_on_a_shared_gpu_is_told_so_before_its_first_call(version, variable, device, monkeypatch):
+def test_shared_gpu_configures_nccl_before_its_first_call(version, variable, device, monkeypatch):
     seen, nccl = {}, FakeNccl(version=version)
     identity = nccl.identity
-    nccl.get_unique_id = lambda: seen.update(os.environ) or identity  # where NCCL reads the environment
+    nccl.get_unique_id = lambda: seen.update(os.environ) or identity  # NCCL reads the environment here
     monkeypatch.setattr(transport, "nccl_module", lambda: nccl)
     monkeypatch.setattr(os, "environ", {**os.environ, "NCCL_MAX_CTAS": "2", transport.SHARED_GPU: "1"})
     assert choose_transport("auto", Twice(), device).name == "nccl"

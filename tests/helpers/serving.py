@@ -8,6 +8,10 @@ import threading
 import time
 from contextlib import contextmanager
 
+import pytest
+
+pytest.importorskip("starlette")
+pytest.importorskip("uvicorn")
 from distgpt.core.base.errors import DistgptError
 from distgpt.core.base.files import bundled
 from distgpt.core.base.interrupts import Interrupted

@@ -1,5 +1,3 @@
-"""`distgpt chat`: turns, what is forgotten, commands, pipes, a terminal that is interrupted; its models."""
-
 import io
 import json
 import os
@@ -41,7 +39,7 @@ def said(talk, text):
     return forgotten, "".join(talk.pieces())
 
 
-def test_an_answer_is_what_the_engine_makes_of_all_turns(loaded):
+def test_answer_matches_engine_on_all_turns(loaded):
     talk = conversation(loaded, "Be brief.", temperature=0.7, seed=5)
     _, first = said(talk, "The harbour")
     _, second = said(talk, "And then?")
@@ -55,7 +53,7 @@ def test_an_answer_is_what_the_engine_makes_of_all_turns(loaded):
     assert talk.tokens == 20 and talk.prompt == len(prompt)
 
 
-def test_the_oldest_turns_go_when_the_context_is_full(loaded):
+def test_full_context_drops_oldest_turns(loaded):
     talk, seen = conversation(loaded, "Be brief."), []
     for number in range(8):
         forgotten, _ = said(talk, f"number {number}")
@@ -66,7 +64,7 @@ def test_the_oldest_turns_go_when_the_context_is_full(loaded):
     assert len(talk.turns) == 16 - sum(seen)
 
 
-def test_a_message_that_is_refused_or_given_up_leaves_nothing_behind(loaded, monkeypatch):
+def test_failed_message_leaves_chat_unchanged(loaded, monkeypatch):
     talk = conversation(loaded, chat=(chat := ChatFormat(loaded.tokenizer)))
     said(talk, "The lamp")
     before = list(talk.turns)
@@ -89,32 +87,25 @@ def test_a_message_that_is_refused_or_given_up_leaves_nothing_behind(loaded, mon
     assert said(talk, "And?")[1]
 
 
-# The command
-
-
 def piped(text, *words, monkeypatch):
     data = text if isinstance(text, bytes) else text.encode()
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(data)))
     return inside("chat", *QUICK, *words)
 
 
-def test_a_pipe_has_a_message_in_each_line_and_gets_answers_alone(monkeypatch, tmp_path):
+def test_pipe_answers_each_line(monkeypatch, tmp_path):
     out = tmp_path / "chat.jsonl"
     lines = f'The harbour\n\n"""one\ntwo"""\nthree\\\nfour\n/system Be brief.\n/save {out}\n/exit\nnever\n'
     found = piped(lines, "--context", "512", "--temperature", "0", monkeypatch=monkeypatch)
     assert found.returncode == 0, found.stderr
     messages = json.loads(out.read_text())["messages"]
-    assert [each["content"] for each in messages if each["role"] == "user"] == [
-        "The harbour",
-        "one\ntwo",
-        "three\nfour",
-    ]
+    assert [m["content"] for m in messages if m["role"] == "user"] == ["The harbour", "one\ntwo", "three\nfour"]
     assert messages[0] == {"role": "system", "content": "Be brief."}
     answers = [each["content"] for each in messages if each["role"] == "assistant"]
     assert found.stdout == "".join(f"{text}\n" for text in answers)
 
 
-def test_what_cannot_be_answered_ends_a_pipe_in_one_line(monkeypatch, tmp_path):
+def test_pipe_reports_error_and_exits(monkeypatch, tmp_path):
     taken = tmp_path / "taken"
     taken.write_text("mine")
     for text, code, message in (
@@ -148,8 +139,7 @@ def read_until(terminal, wanted, seconds=30):
 
 
 @pytest.mark.ci
-def test_in_a_terminal_an_interrupt_ends_an_answer_and_not_the_chat(tmp_path):
-    """Nor does an error, which ends a message alone."""
+def test_terminal_chat_survives_interrupts_and_errors(tmp_path):
     random_model(tmp_path / "w.safetensors", shape(256, 60000, 1, 1, 16, **MODERN))
     ours, theirs = pty.openpty()
     words = ("chat", "--weights", tmp_path / "w.safetensors", "--max-new-tokens", "50000", "--threads", "1")
@@ -164,8 +154,7 @@ def test_in_a_terminal_an_interrupt_ends_an_answer_and_not_the_chat(tmp_path):
             process.send_signal(signal.SIGINT)
             shown = read_until(ours, b"(stopped)\r\n")
             assert b"Traceback" not in shown
-            if b"> " not in shown.partition(b"(stopped)")[2]:
-                read_until(ours, b"> ")
+            b"> " in shown.partition(b"(stopped)")[2] or read_until(ours, b"> ")
             for text, answer in ((b"/sytem", b"did you mean '/system'"), (b"/save /nowhere/chat", b"/nowhere/chat")):
                 os.write(ours, text + b"\n")
                 assert answer in read_until(ours, b"\n> ")
@@ -177,7 +166,7 @@ def test_in_a_terminal_an_interrupt_ends_an_answer_and_not_the_chat(tmp_path):
 
 
 @pytest.mark.ci
-def test_a_pipe_that_is_interrupted_ends():
+def test_interrupted_pipe_exits():
     words = ("chat", "--context", "60000", "--max-new-tokens", "50000", "--threads", "1")
     how = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
     with popen(*words, **how) as process:
@@ -189,10 +178,7 @@ def test_a_pipe_that_is_interrupted_ends():
     assert process.returncode == 130
 
 
-# Models of others
-
-
-def test_an_imported_model_chats_by_its_template_and_ends_at_its_end(monkeypatch, tmp_path):
+def test_imported_model_uses_its_template(monkeypatch, tmp_path):
     folder, ours = tmp_path / "theirs", tmp_path / "imported.safetensors"
     exported_model(folder, shape(1000, 200, 1, 2, 16, **MODERN), tokenizer=None)
     write_family(folder, "llama3", **settings("llama3"))
@@ -212,7 +198,7 @@ def test_an_imported_model_chats_by_its_template_and_ends_at_its_end(monkeypatch
     assert talk.reason == "stop"
 
 
-def test_a_template_that_refuses_a_chat_is_one_line(monkeypatch, tmp_path):
+def test_template_error_is_reported(monkeypatch, tmp_path):
     folder, ours = tmp_path / "theirs", tmp_path / "imported.safetensors"
     exported_model(folder, shape(1000, 200, 1, 2, 16, **MODERN), tokenizer=None)
     for template, message in (

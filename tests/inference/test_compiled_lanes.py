@@ -1,5 +1,3 @@
-"""What only compiled slots promise: equal bits however a sequence is split, memory, packed weights."""
-
 import tracemalloc
 from dataclasses import replace
 
@@ -24,27 +22,22 @@ from test_lanes import all_threads  # noqa: F401
 CONFIG = ModelConfig(vocab_size=13, seq_len=9, n_layer=2, n_head=2, n_embd=16, init_std=0.3)
 
 
-@pytest.mark.parametrize(
-    "shape, kind",
-    [
-        *(("llama", "float32"), ("odd", "float32"), ("odd", "int8"), ("short", "float32")),
-        pytest.param("odd", "int4", marks=pytest.mark.ci),
-    ],
-)
-def test_a_sequence_gets_the_same_bits_however_it_is_split_by_any_number_of_threads(shape, kind):
+@pytest.mark.parametrize("shape, kind", [
+    *(("llama", "float32"), ("odd", "float32"), ("odd", "int8"), ("short", "float32")),
+    pytest.param("odd", "int4", marks=pytest.mark.ci),
+])  # fmt: skip
+def test_slot_scores_do_not_depend_on_split(shape, kind):
     texts, found = sequences(shape), []
     for threads in (1, 2, 3):
         lanes = slots_of(shape, kind, len(texts), threads)
         whole = lanes.feed([Feed(i, 0, text, len(text)) for i, text in enumerate(texts)])
         alone = [lanes.feed([Feed(0, 0, text, len(text))]) for text in texts]
-        steps = [
-            np.concatenate([lanes.feed([Feed(1, at, [token], 1)]) for at, token in enumerate(text)]) for text in texts
-        ]
+        steps = [lanes.feed([Feed(1, at, [token], 1)]) for text in texts for at, token in enumerate(text)]
         found += [whole, np.concatenate(alone), np.concatenate(steps)]
     assert len({scores.tobytes() for scores in found}) == 1
 
 
-def test_work_beyond_the_memory_for_rows_goes_through_in_parts(monkeypatch):
+def test_large_feeds_are_split(monkeypatch):
     texts = sequences("llama")
     work = [Feed(i, 0, text, min(3, len(text))) for i, text in enumerate(texts)]
     at_once = slots_of("llama", "float32", len(texts)).feed(work)
@@ -58,15 +51,14 @@ def test_work_beyond_the_memory_for_rows_goes_through_in_parts(monkeypatch):
 
 
 @pytest.mark.parametrize("kind", ["float32", "int8"])
-def test_slots_take_the_memory_that_they_say(kind):
-    """With heads and a context that are padded to whole panels, and in int8 with a cache in bfloat16."""
+def test_compiled_slots_match_slot_bytes(kind):
     model = build("odd", KINDS[kind].kernels(1))
     slots = slots_for(model, 3)
     assert isinstance(slots, CompiledSlots)
     assert sum(array.nbytes for array in slots.cache) == 3 * slot_bytes(model)
 
 
-def test_plain_slots_take_the_memory_that_they_say():
+def test_plain_slots_match_slot_bytes():
     model = Model(Architecture(replace(CONFIG, seq_len=200, vocab_size=3000)), CpuKernels("float64", 1))
     model.initialise(1)
     tracemalloc.start()
@@ -78,13 +70,13 @@ def test_plain_slots_take_the_memory_that_they_say():
     assert taken[1] - taken[0] == pytest.approx(2 * slot_bytes(model), rel=0.05)
 
 
-def test_keys_that_move_are_rounded_once():
-    """The bfloat16 keys of int8 are the nearest to what the rotation of those in the cache gives."""
+def test_shifted_keys_are_rounded_once():
+    """A shifted int8 cache holds the bfloat16 keys nearest to the rotated old ones."""
     slots = slots_of("llama", "int8", 1)
     slots.feed([Feed(0, 0, sequences("llama")[4][:30], 0)])
 
     def keys():
-        """(layers, heads, T, head) of float32."""
+        """Return float32 keys, (layers, heads, T, head)."""
         found = slots.cache.keys[:, 0]
         shape = *found.shape[:2], -1, 12, COLUMNS, 2
         pairs = (found.astype(np.uint32) << 16).view(np.float32).reshape(shape)
@@ -99,13 +91,12 @@ def test_keys_that_move_are_rounded_once():
 
 
 @given(
-    st.sampled_from([1, 31, 32, 33, 256, 300, 1000, PIECE, PIECE + 1]),  # which loops that are on disk hold
+    st.sampled_from([1, 31, 32, 33, 256, 300, 1000, PIECE, PIECE + 1]),  # PIECE is compiled into cached loops
     *[st.integers(0, 1 << 62)] * 2,
     st.integers(0, 63),
     st.sampled_from(["one bit", "the same bit of two", "exchanged"]),
 )
-def test_checksums_differ_once_any_word_does(size, one, other, bit, change):
-    """Whatever the number of threads."""
+def test_checksums_detect_changed_words(size, one, other, bit, change):
     words = np.random.default_rng(size).integers(0, 1 << 63, size).astype(np.uint64)
     before, changed = checksums_of(words, pool_of(1)), words.copy()
     np.testing.assert_array_equal(checksums_of(words, pool_of(3)), before)
@@ -119,7 +110,7 @@ def test_checksums_differ_once_any_word_does(size, one, other, bit, change):
 
 
 @pytest.mark.parametrize("kind", marked(*EXACT))
-def test_weights_are_packed_once_until_they_change(kind):
+def test_packing_is_cached_until_weights_change(kind):
     kernels = KINDS[kind].kernels(2)
     model = build("llama", kernels)
     first = packing_of(model)
@@ -137,12 +128,10 @@ def test_weights_are_packed_once_until_they_change(kind):
     assert model.packing is None
 
 
-def test_what_is_generated_follows_the_weights_whoever_writes_them(tmp_path):
-    """By hand, by training, and over others, always as a model would that never had any others."""
+def test_generation_follows_changed_weights(tmp_path):
     model = distgpt.init(CONFIG, seed=1)
 
     def told():
-        """What the model writes, and one that is loaded from its file."""
         model.save(tmp_path / "weights")
         return [each.generate([1, 2], 7, logprobs=1) for each in (model, distgpt.load(tmp_path / "weights"))]
 

@@ -1,5 +1,3 @@
-"""The engine: requests that come, run and go in any order, against their definition; counts of what is fed."""
-
 from dataclasses import replace
 from functools import cache
 from itertools import pairwise
@@ -7,7 +5,7 @@ from itertools import pairwise
 import numpy as np
 import pytest
 from decoding import EXACT, LETTERS, Watched, marked, model, slots_of, varied_requests
-from distgpt.core.base.errors import NonFiniteError, UsageError
+from distgpt.core.base.errors import UsageError
 from distgpt.core.data.tokenizers import ByteTokenizer
 from distgpt.core.generate.engine import Engine, complete
 from distgpt.core.generate.plain_slots import PlainSlots
@@ -24,17 +22,13 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from models import plain_logits
 
 HOT = {"temperature": 1.0}
-# Slots, and the dtype in which pieces of a text give the same tokens.
+# Slots with the dtype in which split text gives equal tokens.
 SLOTS = {"plain": (PlainSlots, "float64"), "compiled": (CompiledSlots, "float32")}
 both = pytest.mark.parametrize("made, dtype", SLOTS.values(), ids=SLOTS)
 
 
-def engine_of(model, count=4, chunk=4, tokenizer=LETTERS, made=PlainSlots):
-    return Engine(made(model, count), tokenizer, chunk)
-
-
 def stopped(text, stops):
-    """A text up to the stop string that ends first, and whether there is one."""
+    """Cut text at the stop string that ends first; return the text and whether a stop string was found."""
     ends = {end for stop in stops for end in [text.find(stop) + len(stop)] if stop in text}
     if not ends:
         return text, False
@@ -43,9 +37,9 @@ def stopped(text, stops):
 
 
 def by_definition(one, request, choice):
-    """The tokens of a sample, their likelihoods, its text and why it ended: each token from the formulas.
+    """Compute tokens, likelihoods, text and finish reason of a sample from the formulas.
 
-    Where a window moves, what it loses is never seen again. Positions that can move keep what they had seen.
+    Tokens that left the window have no further effect, except through kept rotary keys.
     """
     length, seen, likely, text, reason = one.config.seq_len, list(request.prompt), [], "", "length"
     begin = max(0, len(seen) - length)
@@ -57,7 +51,7 @@ def by_definition(one, request, choice):
             if request.overflow == "slide" or one.config.has_position_vectors:
                 begins = [begin] * (len(seen) - 1)
         begins += [begin] * (len(seen) - len(begins))
-        first = min(begins[begin:])  # positions of learned vectors begin anew
+        first = min(begins[begin:])  # learned positions restart
         sees = np.maximum(np.array(begins[first:]) - first, 0)
         scores = plain_logits(one.config, one.params, seen[first:], sees)[-1]
         token = choose(scores, request, uniform(request.seed, choice, i), seen)
@@ -78,9 +72,8 @@ def by_definition(one, request, choice):
 
 def assert_likely(found, expected, tolerance):
     assert found.logprob == pytest.approx(expected.logprob, abs=tolerance)
-    np.testing.assert_allclose(
-        [p for _, p in found.alternatives], [p for _, p in expected.alternatives], atol=tolerance
-    )
+    ours, theirs = ([p for _, p in each.alternatives] for each in (found, expected))
+    np.testing.assert_allclose(ours, theirs, atol=tolerance)
 
 
 TOKENS = st.integers(0, 12)
@@ -106,7 +99,7 @@ REQUESTS = st.builds(
 
 
 class Traffic(RuleBasedStateMachine):
-    """Requests come, run and are cancelled; every sample is what it is by definition, whoever runs beside it."""
+    """Submit, run and cancel requests; every sample matches `by_definition`."""
 
     CHUNK, COUNT = 4, 3
 
@@ -117,7 +110,7 @@ class Traffic(RuleBasedStateMachine):
         self.slots = Watched(made(self.one, self.COUNT))
         self.engine = Engine(self.slots, LETTERS, self.CHUNK)
         self.tolerance = 1e-9 if dtype == "float64" else 1e-4
-        self.open, self.ended = {}, {}  # samples by ticket and choice: what came of them, and the request
+        self.open, self.ended = {}, {}  # (request, tokens, pieces) by ticket and choice; definitions
 
     @rule(request=REQUESTS)
     def submit(self, request):
@@ -179,23 +172,20 @@ class Traffic(RuleBasedStateMachine):
 
     @invariant()
     def all_are_counted(self):
-        assert self.engine.running + self.engine.waiting == len(self.open)
-        assert self.engine.running <= self.COUNT and self.slots.most <= self.CHUNK + 3 * self.COUNT
-        assert self.engine.is_idle == (not self.open)
-
-    def run_all(self):
-        for _ in range(2000):
-            self.take(self.engine.step())
-            if self.engine.is_idle:
-                break
-        assert not self.open
+        running = self.engine.running
+        assert running + self.engine.waiting == len(self.open) and self.engine.is_idle == (not self.open)
+        assert running <= self.COUNT and self.slots.most <= self.CHUNK + 3 * self.COUNT
 
     def teardown(self):
-        """All that is left ends, and every slot can be used again."""
-        self.run_all()
-        self.slots.fed.clear()
-        self.submit(Request([1], 3, n=self.COUNT, **HOT))
-        self.run_all()
+        for last in (False, True):
+            for _ in range(2000):
+                self.take(self.engine.step())
+                if self.engine.is_idle:
+                    break
+            assert not self.open
+            if not last:  # every slot can be used again
+                self.slots.fed.clear()
+                self.submit(Request([1], 3, n=self.COUNT, **HOT))
         assert {slot for slot, *_ in self.slots.fed} == set(range(self.COUNT))
 
 
@@ -204,22 +194,18 @@ def _models(kind, dtype):
     return model(kind, dtype, seq_len=9 if kind == "gpt2" else 8)
 
 
-@pytest.mark.parametrize(
-    "kind, made, dtype",
-    [
-        *((kind, *SLOTS["plain"]) for kind in ("gpt2", "grouped queries", "none")),
-        *((kind, *SLOTS["compiled"]) for kind in ("gpt2", "scaled queries")),
-        *((kind, BatchedSlots, "float64") for kind in ("gpt2", "modern")),
-    ],
-)
-def test_requests_in_any_order_become_what_they_are_by_definition(kind, made, dtype):
-    how = settings(max_examples=12, stateful_step_count=20, phases=[Phase.generate])  # to shrink takes minutes
+@pytest.mark.parametrize("kind, made, dtype", [
+    *((kind, *SLOTS["plain"]) for kind in ("gpt2", "grouped queries", "none")),
+    *((kind, *SLOTS["compiled"]) for kind in ("gpt2", "scaled queries")),
+    *((kind, BatchedSlots, "float64") for kind in ("gpt2", "modern")),
+])  # fmt: skip
+def test_requests_in_any_order_match_definition(kind, made, dtype):
+    how = settings(max_examples=12, stateful_step_count=20, phases=[Phase.generate])  # shrinking takes minutes
     run_state_machine_as_test(lambda: Traffic(kind, made, dtype), settings=how)
 
 
 @pytest.mark.parametrize("kind", marked(*EXACT))
-def test_answers_have_the_same_bits_alone_and_among_others(kind):
-    """Samples that share a prompt, windows that move, guesses, in few slots and in many."""
+def test_answers_are_bitwise_equal_in_any_batch(kind):
     requests = varied_requests(9, 97)
     alone = [complete(Engine(slots_of("llama", kind, 3), chunk=16), [request])[0] for request in requests]
     for count in (9, 1):
@@ -232,18 +218,15 @@ def test_answers_have_the_same_bits_alone_and_among_others(kind):
     assert plain == guessing
 
 
-# How much is computed
-
-
 @both
 @pytest.mark.parametrize("count", [1, 5])
-def test_samples_of_one_prompt_share_its_prefill(count, made, dtype):
+def test_samples_share_one_prefill(count, made, dtype):
     counted = Watched(made(model("gpt2", dtype, seq_len=40), count))
     complete(Engine(counted, chunk=8), [Request([1, 2, 3] * 5, 4, **HOT, n=5)])
     assert counted.tokens == 15 + 5 * 3  # the last token of each is never fed
 
 
-def test_prompts_are_computed_in_pieces_between_the_tokens_of_others():
+def test_long_prompts_are_computed_in_chunks():
     counted = Watched(PlainSlots(model(seq_len=400), 4))
     engine = Engine(counted, chunk=16)
     first = engine.submit(Request([1, 2], 60))
@@ -258,7 +241,7 @@ def test_prompts_are_computed_in_pieces_between_the_tokens_of_others():
 
 @both
 @pytest.mark.parametrize("kind, overflow", [("gpt2", "slide"), ("modern", "shift")])
-def test_guesses_take_fewer_steps_to_the_same_text(kind, overflow, made, dtype):
+def test_lookup_needs_fewer_steps_for_equal_text(kind, overflow, made, dtype):
     one, prompt, counts, found = model(kind, dtype, seq_len=120), [1, 2, 3, 4, 5, 6] * 6, [], []
     for lookup in (0, 4):
         counted = Watched(made(one, 1))
@@ -268,7 +251,7 @@ def test_guesses_take_fewer_steps_to_the_same_text(kind, overflow, made, dtype):
     assert counts[1] < 0.9 * counts[0]  # greedy text of a random model soon repeats itself
 
 
-def test_a_scored_prompt_is_computed_once_and_leaves_nothing_behind():
+def test_scored_prompt_is_computed_once():
     counted = Watched(PlainSlots(model(seq_len=40), 2))
     engine = Engine(counted, chunk=8)
     request = Request([1, 2, 3] * 7, 0, n=5, logprobs=0, prompt_logprobs=True)
@@ -278,14 +261,14 @@ def test_a_scored_prompt_is_computed_once_and_leaves_nothing_behind():
     assert counted.tokens == 21 + 21 + 5
 
 
-def test_a_shifted_window_computes_nothing_again():
+def test_shifted_window_recomputes_nothing():
     counted = Watched(PlainSlots(model("modern", seq_len=16), 1))
     complete(Engine(counted, None, 8), [Request([1] * 6, 100, overflow="shift")])
     assert counted.tokens == 6 + 99
 
 
 def begun(engine, *prompts):
-    """Where the computing of each prompt begins: the first slot and place that it is fed."""
+    """Return the first (slot, position) that is fed for each prompt."""
     found = []
     for prompt in prompts:
         engine.slots.fed.clear()
@@ -301,27 +284,27 @@ class WatchedEngine(Engine):
 
 
 @both
-def test_another_turn_computes_only_what_is_new(made, dtype):
+def test_next_turn_computes_only_new_tokens(made, dtype):
     engine = WatchedEngine(made, dtype, seq_len=32)
     first = Request([1, 2, 3, 4, 5, 6, 7], max_new_tokens=5, overflow="stop", reuse=True)
     said = complete(engine, [first])[0][0].tokens
     turn = [*first.prompt, *said, 8, 9, 3]
     assert begun(engine, turn) == [(0, 11)]  # the answer's last token was never fed
-    assert begun(engine, [*turn[:5], 9], turn[:3], [4, 2]) == [(0, 5), (0, 2), (0, 0)]  # as far as it is the same
+    assert begun(engine, [*turn[:5], 9], turn[:3], [4, 2]) == [(0, 5), (0, 2), (0, 0)]  # reuses the equal prefix
     complete(engine, [Request(turn, max_new_tokens=1, overflow="stop")])
-    assert engine.slots.fed[-4:] == [(0, 0, 4), (0, 4, 4), (0, 8, 4), (0, 12, 3)]  # without `reuse`
+    assert engine.slots.fed[-4:] == [(0, 0, 4), (0, 4, 4), (0, 8, 4), (0, 12, 3)]  # no `reuse`
 
 
 @both
 @pytest.mark.parametrize("overflow", ["shift", "slide"])
-def test_a_slot_that_lost_positions_is_not_taken_over(made, dtype, overflow):
+def test_shifted_slot_is_not_reused(made, dtype, overflow):
     engine = WatchedEngine(made, dtype, seq_len=8)
     complete(engine, [Request([1, 2, 3, 4, 5], max_new_tokens=9, overflow=overflow)])
     assert begun(engine, [1, 2, 3, 4, 5, 6]) == [(0, 0)]
 
 
 @both
-def test_each_chat_finds_its_slot_and_the_least_recently_used_goes_first(made, dtype):
+def test_chats_reuse_slots_and_evict_least_recent(made, dtype):
     engine = WatchedEngine(made, dtype, count=3, seq_len=64, vocab_size=50)
     chats = [[first, *range(2, 9 + 4 * first)] for first in range(4)]  # the shortest first
     at = dict(enumerate(slot for slot, _ in begun(engine, *chats[:3])))
@@ -333,7 +316,7 @@ def test_each_chat_finds_its_slot_and_the_least_recently_used_goes_first(made, d
 
 
 @both
-def test_a_common_beginning_is_copied_and_its_own_slot_kept(made, dtype, monkeypatch):
+def test_common_prefix_is_copied(made, dtype, monkeypatch):
     monkeypatch.setattr("distgpt.core.generate.engine.WORTHWHILE", 4)
     engine = WatchedEngine(made, dtype, count=3, seq_len=32)
     system = [1, 2, 3, 4, 5]
@@ -348,11 +331,11 @@ def test_a_common_beginning_is_copied_and_its_own_slot_kept(made, dtype, monkeyp
     engine.submit(Request([*system, 8, 8, 9], max_new_tokens=1, reuse=True))
     engine.slots.fed.clear()
     engine.step()
-    assert engine.slots.fed[-1][1] == len(system) + 2  # from a slot that still runs
+    assert engine.slots.fed[-1][1] == len(system) + 2  # copied from a running slot
 
 
 @pytest.mark.parametrize("kind", marked(*EXACT))
-def test_exact_slots_give_the_same_bits_whatever_was_taken_over(kind, monkeypatch):
+def test_exact_slots_are_bitwise_equal_after_reuse(kind, monkeypatch):
     monkeypatch.setattr("distgpt.core.generate.engine.WORTHWHILE", 4)
     chats = [[i % 3, *range(1, 20), *range(i, 60, 5)] for i in range(6)]
     hot = {"max_new_tokens": 4, "temperature": 1.0, "logprobs": 3, "overflow": "stop"}
@@ -369,19 +352,14 @@ def test_exact_slots_give_the_same_bits_whatever_was_taken_over(kind, monkeypatc
     assert counted.fed[0][1] > 30
 
 
-# Text
-
-
 @given(
     st.text("ab", min_size=1, max_size=12),
     st.lists(st.text("ab", min_size=1, max_size=4), min_size=1, max_size=2),
     st.lists(st.integers(1, 5), min_size=12, max_size=12),
 )
 @settings(max_examples=300)
-def test_text_ends_before_the_stop_string_that_ends_first_however_tokens_cut_it(text, stops, lengths):
-    """Against a search in the whole text."""
-    ends = np.cumsum([0, *lengths])
-    pieces = [text[begin:end] for begin, end in pairwise(ends) if begin < len(text)]
+def test_transcript_cuts_at_first_stop_string(text, stops, lengths):
+    pieces = [text[begin:end] for begin, end in pairwise(np.cumsum([0, *lengths])) if begin < len(text)]
     transcript, shown, expected = Transcript(Pieces(pieces).streamer(), stops), "", stopped(text, stops)
     for i in range(len(pieces)):
         shown += transcript.feed(i)
@@ -393,44 +371,27 @@ def test_text_ends_before_the_stop_string_that_ends_first_however_tokens_cut_it(
 
 
 class Pieces(CharTokenizer):
-    """Token i is the i-th piece of a text."""
+    """A tokenizer whose token i is the i-th piece."""
 
     def __init__(self, pieces):
         self.vocabulary, self.size = pieces, len(pieces)
 
 
-def test_half_a_character_at_the_end_is_shown_once_no_more_comes():
+def test_partial_utf8_is_shown_at_the_end():
     transcript = Transcript(ByteTokenizer().streamer_behind(list("né".encode())), ["xyz"])
     euro = "€".encode()
     assert [transcript.feed(byte) for byte in (*euro, ord("x"), euro[0])] == ["", "", "€", "", ""]
     assert transcript.flush() == "x\ufffd"
 
 
-# Refusals
-
-
-def test_damaged_weights_are_noticed():
-    one = model()
-    one.params["wte"][3] = np.nan
-    with pytest.raises(NonFiniteError):
-        complete(engine_of(one), [Request([3], 2)])
-
-
-@pytest.mark.parametrize(
-    "words, how",
-    [
-        ("prompt_logprobs requires logprobs", {"prompt_logprobs": True}),
-        (r"12 tokens.*context.* 9\b.*prompt_logprobs", {"prompt": [1] * 12, "logprobs": 0, "prompt_logprobs": True}),
-        (r"12 tokens.*context.* 9\b.*overflow", {"prompt": [1] * 12, "overflow": "stop"}),
-        ("prompt is empty", {"prompt": []}),
-        ("tokenizer", {"stop": ("a",)}),
-        ("n", {"n": 0}),
-        ("lookup", {"lookup": 65}),
-        ("overflow", {"overflow": "wrap"}),
-        ("stop", {"stop": ("",)}),
-        ("unknown setting 'temperatur'; did you mean 'temperature'", {"temperatur": 1}),
-    ],
-)
-def test_requests_that_make_no_sense_are_refused(words, how):
+@pytest.mark.parametrize("words, how", [
+    ("prompt_logprobs requires logprobs", {"prompt_logprobs": True}),
+    (r"12 tokens.*context.* 9\b.*prompt_logprobs", {"prompt": [1] * 12, "logprobs": 0, "prompt_logprobs": True}),
+    (r"12 tokens.*context.* 9\b.*overflow", {"prompt": [1] * 12, "overflow": "stop"}),
+    ("prompt is empty", {"prompt": []}), ("tokenizer", {"stop": ("a",)}), ("n", {"n": 0}), ("lookup", {"lookup": 65}),
+    ("overflow", {"overflow": "wrap"}), ("stop", {"stop": ("",)}),
+    ("unknown setting 'temperatur'; did you mean 'temperature'", {"temperatur": 1}),
+])  # fmt: skip
+def test_invalid_requests_are_rejected(words, how):
     with pytest.raises(UsageError, match=words):
-        engine_of(model(), tokenizer=None).submit(Request([1]).override(how.pop("prompt", [1]), how))
+        Engine(PlainSlots(model(), 4), None, 4).submit(Request([1]).override(how.pop("prompt", [1]), how))

@@ -1,5 +1,3 @@
-"""Benchmarks as their authors publish them, and losses of spans and validation, against all logits."""
-
 import csv
 import json
 import math
@@ -106,12 +104,12 @@ PUBLISHED |= {"winogrande": winogrande, "lambada": lambada, "mmlu": mmlu}
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
-def test_a_published_file_is_asked_in_the_words_of_lm_eval(tmp_path, name):
+def test_benchmark_file_becomes_lm_eval_questions(tmp_path, name):
     path, expected = PUBLISHED[name](tmp_path)
     assert read_questions(name, path) == expected
 
 
-def test_lambada_also_comes_as_json_lines_with_line_breaks_inside(tmp_path):
+def test_lambada_reads_json_lines(tmp_path):
     path = lines(tmp_path / "lambada.jsonl", {"text": "A sea.\n\nIt was his boat"})
     assert read_questions("lambada", path) == [Question([("A sea.\n\nIt was his", " boat")], 0)]
 
@@ -126,15 +124,12 @@ WRONG = {
 }
 
 
-@pytest.mark.parametrize(
-    "name, example, message",
-    [
-        *((name, *wrong) for name, wrong in WRONG.items()),
-        *(("piqa", {"goal": text, "sol1": "b", "sol2": "c", "answer": 0}, "goal") for text in ("", " ", 5, None)),
-        *(("piqa", {"goal": "a", "sol1": "b", "sol2": "c", "answer": at}, "of 0, 1") for at in (2, True, 0.0, "A")),
-    ],
-)
-def test_what_is_wrong_is_named_with_its_line(tmp_path, name, example, message):
+@pytest.mark.parametrize("name, example, message", [
+    *((name, *wrong) for name, wrong in WRONG.items()),
+    *(("piqa", {"goal": text, "sol1": "b", "sol2": "c", "answer": 0}, "goal") for text in ("", " ", 5, None)),
+    *(("piqa", {"goal": "a", "sol1": "b", "sol2": "c", "answer": at}, "of 0, 1") for at in (2, True, 0.0, "A")),
+])  # fmt: skip
+def test_invalid_question_names_its_line(tmp_path, name, example, message):
     path = PUBLISHED[name](tmp_path)[0]
     with path.open("a") as file:
         file.write(f"\n{json.dumps(example)}\n")
@@ -143,7 +138,7 @@ def test_what_is_wrong_is_named_with_its_line(tmp_path, name, example, message):
 
 
 @pytest.mark.parametrize("name", LINES)
-def test_files_without_questions_are_refused(tmp_path, name):
+def test_empty_or_invalid_file_is_rejected(tmp_path, name):
     path = tmp_path / "file"
     for text, message in (('{"text": ', "line 1: not a JSON"), ("\n", "has no questions")):
         path.write_text(text)
@@ -151,7 +146,7 @@ def test_files_without_questions_are_refused(tmp_path, name):
             read_questions(name, path)
 
 
-def test_answers_beyond_the_questions_and_folders_of_another_kind_are_refused(tmp_path):
+def test_mismatched_labels_and_directories_are_rejected(tmp_path):
     path = piqa(tmp_path)[0]
     (tmp_path / "valid-labels.lst").write_text("0\n1\n1\n")
     with pytest.raises(DataError, match="more answers than"):
@@ -167,9 +162,6 @@ def test_answers_beyond_the_questions_and_folders_of_another_kind_are_refused(tm
         read_questions("mmlu", folder)
 
 
-# What a model finds likeliest
-
-
 def model(config=CONFIG, dtype="float64"):
     made = Model(Architecture(config), CpuKernels(dtype, 1))
     made.initialise(1)
@@ -177,7 +169,7 @@ def model(config=CONFIG, dtype="float64"):
 
 
 def plain(gpt, span):
-    """The summed loss of a span and whether each token is the likeliest, from all logits."""
+    """Return a span's summed loss and whether greedy decoding gives it, from all logits."""
     logits = gpt.logits(span.ids[None, :-1])[0].astype(float)
     losses = np.log(np.exp(logits).sum(1)) - logits[np.arange(len(logits)), span.ids[1:]]
     behind = slice(span.first - 1, None)
@@ -185,7 +177,7 @@ def plain(gpt, span):
 
 
 def random_spans(gpt):
-    """Some share all but the last token; one in four is what the model would write."""
+    """Make spans that share prefixes; one in four is the greedy continuation."""
     draw = np.random.default_rng(3)
     spans = []
     for i in range(24):
@@ -197,7 +189,7 @@ def random_spans(gpt):
     return spans
 
 
-def test_likelihoods_are_those_of_all_logits_on_any_number_of_ranks(monkeypatch):
+def test_likelihoods_match_logits_on_any_rank_count(monkeypatch):
     gpt = distgpt.init(CONFIG, seed=1, dtype="float64")
     spans = random_spans(gpt)
     expected = np.array([plain(gpt, span) for span in spans], float)
@@ -212,7 +204,7 @@ def test_likelihoods_are_those_of_all_logits_on_any_number_of_ranks(monkeypatch)
         np.testing.assert_array_equal(other, found)
 
 
-def test_the_likeliest_is_the_answer_by_sum_or_by_character():
+def test_accuracy_uses_sum_or_mean_per_character():
     texts = ["a", "a longer one", "yes", "nobody knows that at all"]
     losses = [plain(GPT, span)[0] for span in Benchmark([asked(texts, 0)], BYTES, 700).spans]
     by_sum = int(np.argmin(losses))
@@ -230,8 +222,8 @@ def asked(texts, right):
     return Question([("Question: which?\nAnswer:", f" {text}") for text in texts], right)
 
 
-def test_a_word_counts_if_greedy_decoding_gives_it():
-    """Of a tokenizer whose second word is what the model finds likeliest after the first."""
+def test_greedy_word_counts_as_correct():
+    """The tokenizer's second word is the model's most likely word after the first."""
     kinds = ["the", "zebra", *(f"word{i}" for i in range(14))]
     tokenizer = load_tokenizer("word", " ".join(kinds))
     gpt = distgpt.init(replace(CONFIG, vocab_size=tokenizer.size), seed=1, dtype="float64")
@@ -245,7 +237,7 @@ def test_a_word_counts_if_greedy_decoding_gives_it():
     assert found["perplexity"] == pytest.approx(np.exp(np.mean([loss for loss, _ in expected])))
 
 
-def test_only_the_answer_counts_and_a_long_beginning_loses_its_own():
+def test_spans_score_only_the_answer():
     spans = Benchmark([asked(["one", "twelve"], 0)], BYTES, 700).spans
     assert [bytes(span.ids[span.first :].astype(np.uint8)) for span in spans] == [b" one", b" twelve"]
     short = Benchmark([asked(["one", "twelve"], 0)], BYTES, 5).spans
@@ -260,7 +252,7 @@ def test_only_the_answer_counts_and_a_long_beginning_loses_its_own():
 MODEL = shape(256, 700, 2, 6, 36, n_kv_head=2, norm="rmsnorm", mlp="swiglu", positions="rope", bias=False)
 
 
-def test_the_command_measures_each_of_them(tmp_path, capsys):
+def test_eval_command_runs_every_benchmark(tmp_path, capsys):
     exported_model(tmp_path / "model", MODEL)
     words, counts = ["eval", "--weights", tmp_path / "ours.safetensors", "--threads", 1], {}
     for name, write in PUBLISHED.items():
@@ -284,7 +276,7 @@ def test_the_command_measures_each_of_them(tmp_path, capsys):
 
 
 @pytest.mark.peer
-def test_every_answer_is_as_likely_as_transformers_says(tmp_path):
+def test_likelihoods_match_transformers(tmp_path):
     torch, transformers = (pytest.importorskip(name) for name in ("torch", "transformers"))
     exported_model(tmp_path / "model", MODEL)
     theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "model", dtype=torch.float32)
@@ -303,9 +295,6 @@ def test_every_answer_is_as_likely_as_transformers_says(tmp_path):
             assert greedy == bool((logits.argmax(-1) == ids[0, span.first :]).all())
 
 
-# Spans and validation
-
-
 SMALL = ModelConfig(vocab_size=61, seq_len=48, n_layer=2, n_head=2, n_embd=16)
 RANDOM = np.random.default_rng(0)
 IDS = RANDOM.integers(0, 61, 2000).astype(np.uint16)
@@ -317,7 +306,7 @@ def plain_sum(span):
     return plain(distgpt.init(SMALL, seed=1, dtype="float64"), span)[0]
 
 
-def test_a_span_costs_what_its_predictions_cost_however_many_go_together(monkeypatch):
+def test_span_sums_do_not_depend_on_batching(monkeypatch):
     expected = [plain_sum(span) for span in SPANS]
     for together in (assessment.AT_A_TIME, 1):
         monkeypatch.setattr(assessment, "AT_A_TIME", together)
@@ -325,7 +314,7 @@ def test_a_span_costs_what_its_predictions_cost_however_many_go_together(monkeyp
         np.testing.assert_allclose(sums, expected, rtol=1e-10, err_msg=f"{together} tokens at a time")
 
 
-def test_any_number_of_ranks_finds_the_same_bits(monkeypatch):
+def test_span_sums_are_bitwise_equal_on_any_rank_count(monkeypatch):
     monkeypatch.setattr("distgpt.core.train.assessment.AT_A_TIME", 100)  # several batches
     many = [Span(IDS[i : i + 2 + i % 47]) for i in range(0, 1900, 7)]
     for dtype in ("float32", "float64"):
@@ -345,7 +334,7 @@ def test_validation_predicts_every_token_once():
         assert Scorer(model(SMALL), SerialComm()).sums(validation.spans[:3]).sum() == pytest.approx(expected)
 
 
-def test_the_predicted_text_is_as_long_as_it_is_written():
+def test_bits_per_byte_counts_predicted_text():
     wide = "a é€😀 b, é€😀 a."
     for kind, text in (("byte", wide), ("char", wide), ("word", "a cat, a dog.")):
         tokenizer = load_tokenizer(kind, text)
@@ -355,12 +344,12 @@ def test_the_predicted_text_is_as_long_as_it_is_written():
             assert size == pytest.approx(len(text[1:].encode())), (kind, window)
     ids = np.array([60, 97, 98, 60, 99], np.uint16)
     tokenizer = load_tokenizer("byte", "")
-    tokenizer.separator = 60  # which is no text
+    tokenizer.separator = 60  # has no text
     assert Validation(windows_of(ArrayTokens(ids), 2)).bits_per_byte(math.log(2), tokenizer) == pytest.approx(4 / 3)
     assert Validation(windows_of(ArrayTokens(ids[[0, 3]]), 2)).bits_per_byte(1.0, tokenizer) is None
 
 
-def test_an_evaluation_counts_bits_by_the_byte(capsys):
+def test_evaluation_counts_bits_per_byte(capsys):
     sample = bundled("weights", "sample.safetensors")
     tokenizer = read_description(sample).tokenizer
     ids = tokenizer.encode(read_text(resolve_data("story")))[:301]

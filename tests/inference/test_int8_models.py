@@ -1,5 +1,3 @@
-"""Models in int8 and int4: their files, what they compute in passes and in lanes, and what is refused."""
-
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -27,8 +25,6 @@ COMM = SerialComm()
 
 
 def opened_in(path, asked, on_gpu=False):
-    """The dtype of a model that is opened on one thread."""
-
     def kernels(dtype, matmul):
         return Int8Kernels(1, dtype) if dtype in ("int8", "int4") else CpuKernels(dtype, 1)
 
@@ -41,7 +37,6 @@ def description(model):
 
 @pytest.fixture(scope="module")
 def files(tmp_path_factory):
-    """A model, its file, and the same in int8 and in int4."""
     folder, model = tmp_path_factory.mktemp("files"), build("llama", CpuKernels("float32", 1))
     wide, narrow, four = (folder / f"{name}.safetensors" for name in ("wide", "int8", "int4"))
     save_model(wide, model, description(model))
@@ -52,8 +47,8 @@ def files(tmp_path_factory):
 
 @pytest.mark.parametrize("shape", ["llama", "odd", "wide", "value embeddings", "heads of eleven"])
 @pytest.mark.parametrize("dtype", marked("int8", "int4"))
-def test_passes_compute_what_rounded_weights_give_and_what_lanes_compute(shape, dtype):
-    """Activations are rounded too, to the 127th part of the largest in a block."""
+def test_rounded_passes_match_exact_and_compiled(shape, dtype):
+    """Activations are also rounded, to 1/127 of the largest value in a block."""
     rounded, near = build(shape, Int8Kernels(2, dtype)), build(shape, CpuKernels("float32", 2))
     for spec in near.layout.specs:
         near.params[spec.name][:] = round_alike(near.params[spec.name], spec, dtype)
@@ -67,7 +62,7 @@ def test_passes_compute_what_rounded_weights_give_and_what_lanes_compute(shape, 
 
 
 @pytest.mark.parametrize("dtype", marked("int8", "int4"))
-def test_a_file_gives_the_same_model_as_rounding_while_loading(files, dtype):
+def test_file_equals_rounding_on_load(files, dtype):
     model, wide, *others = files
     path = others[dtype == "int4"]
     assert path.stat().st_size < wide.stat().st_size / (3 if dtype == "int4" else 2)
@@ -90,13 +85,13 @@ def test_a_file_gives_the_same_model_as_rounding_while_loading(files, dtype):
     for spec in model.layout.specs:
         exact, found = model.params[spec.name], widened.params[spec.name]
         expected = round_alike(exact, spec, dtype)
-        # Where two scales are as good, sums in another order decide.
+        # The summation order decides between equally good scales.
         assert np.isclose(found, expected, atol=1e-6).mean() > (0.99 if dtype == "int4" else 1 - 1e-9)
         assert np.square(found - exact).sum() == pytest.approx(np.square(expected - exact).sum(), rel=1e-3)
     assert dtype in repr(api.load(path)) and dtype in repr(api.init(SHAPES["odd"], dtype=dtype))
 
 
-def test_a_file_in_int8_is_computed_in_int8_unless_asked_otherwise(files):
+def test_int8_file_opens_in_int8_by_default(files):
     _, wide, narrow, _ = files
     assert opened_in(wide, "auto") == "float32"
     assert opened_in(narrow, "auto", on_gpu=True) == "float32"
@@ -108,27 +103,20 @@ def test_a_file_in_int8_is_computed_in_int8_unless_asked_otherwise(files):
     assert len(model.generate([1, 2, 3], 5)) == 5
 
 
-@pytest.mark.parametrize(
-    "error, words, act",
-    [
-        (UsageError, "cannot be trained", lambda path, out: api.load(path).gradients([[1]], [[2]])),
-        (UsageError, "weights quantize", lambda path, out: api.load(path).save(out)),
-        (
-            UsageError,
-            "cannot be trained further",
-            lambda path, out: api.train("tiny", init=str(path), steps=1, out=out),
-        ),
-        (UsageError, "dtype", lambda path, out: api.train("tiny", dtype="int8", steps=1, out=out)),
-        (DataError, "already in int8", lambda path, out: quantize(path, out)),
-    ],
-)
-def test_training_and_rounding_twice_are_refused(files, tmp_path, error, words, act):
+@pytest.mark.parametrize("error, words, act", [
+    (UsageError, "cannot be trained", lambda path, out: api.load(path).gradients([[1]], [[2]])),
+    (UsageError, "weights quantize", lambda path, out: api.load(path).save(out)),
+    (UsageError, "cannot be trained further", lambda path, out: api.train("tiny", init=str(path), out=out)),
+    (UsageError, "dtype", lambda path, out: api.train("tiny", dtype="int8", steps=1, out=out)),
+    (DataError, "already in int8", lambda path, out: quantize(path, out)),
+])  # fmt: skip
+def test_int8_files_reject_training_and_quantizing(files, tmp_path, error, words, act):
     with pytest.raises(error, match=words):
         act(files[2], tmp_path / "out")
     assert not (tmp_path / "out").exists()
 
 
-def test_files_that_are_not_as_they_say_are_refused(files, tmp_path):
+def test_corrupt_quantized_files_are_rejected(files, tmp_path):
     model, _, narrow, _ = files
     damaged = tmp_path / "damaged.safetensors"
     body = bytearray(narrow.read_bytes())
@@ -157,19 +145,17 @@ def test_files_that_are_not_as_they_say_are_refused(files, tmp_path):
 
 
 def stored(path):
-    """The tensors of a file in int8 as arrays of the types it has, and its metadata."""
     header, found = read_header(path), {}
+    types = {"U8": np.uint8, "I8": np.int8, "BF16": np.uint16, "F32": np.float32}
     for name, entry in header.tensors.items():
-        found[name] = np.empty(
-            entry.shape, {"U8": np.uint8, "I8": np.int8, "BF16": np.uint16, "F32": np.float32}[entry.dtype]
-        )
+        found[name] = np.empty(entry.shape, types[entry.dtype])
         read_rows(path, header, name, found[name])
     return found, {name: text for name, text in header.metadata.items() if not name.endswith("sha256")}
 
 
 @pytest.mark.parametrize("dtype", ["int8", "int4"])
-def test_scales_that_stand_for_no_weights_are_refused(files, tmp_path, dtype):
-    """Infinite, not a number, so large that 127 times as much is infinite, too few, or below zero in int8."""
+def test_invalid_scales_are_rejected(files, tmp_path, dtype):
+    """Infinite, NaN, too large to multiply by 127, too few, or negative in int8."""
     tensors, metadata = stored(files[2 if dtype == "int8" else 3])
     name, path = "blocks.0.attn.qkv.w", tmp_path / "w"
     scales = tensors[name + ".scales"]
@@ -190,8 +176,7 @@ def test_scales_that_stand_for_no_weights_are_refused(files, tmp_path, dtype):
             load_model(path, Int8Kernels(1, dtype), COMM)
 
 
-def test_calibrated_rounding_moves_outputs_less_than_rounding_alone():
-    """Inputs that depend on each other, as those of trained models do."""
+def test_calibrated_rounding_has_half_the_error():
     random = np.random.default_rng(3)
     mixing = random.standard_normal((24, 130)) * np.exp(random.standard_normal(130))
     x = (random.standard_normal((600, 24)) @ mixing + 0.1 * random.standard_normal((600, 130))).astype(np.float32)
@@ -199,12 +184,12 @@ def test_calibrated_rounding_moves_outputs_less_than_rounding_alone():
     moved = [np.square(x @ (restored(q) - w).T).sum() for q in (quantise4(w), round_for(w, x.T @ x))]
     assert moved[1] < 0.5 * moved[0]
     assert set(np.unique(round_for(w, x.T @ x).q)) <= set(LEVELS)
-    unused = round_for(w, np.zeros((130, 130), np.float32))  # nothing came: rounding alone
+    unused = round_for(w, np.zeros((130, 130), np.float32))  # no inputs: plain rounding
     np.testing.assert_allclose(restored(unused), restored(quantise4(w)), atol=0.5)
-    assert (unused.q != quantise4(w).q).mean() < 0.01  # scales that are as good as each other
+    assert (unused.q != quantise4(w).q).mean() < 0.01  # equally good scales
 
 
-def test_a_matrix_makes_up_for_inputs_that_rounding_before_it_has_changed():
+def test_moved_weights_compensate_for_rounded_inputs():
     random = np.random.default_rng(4)
     exact = (random.standard_normal((600, 24)) @ random.standard_normal((24, 60))).astype(np.float32)
     w = random.standard_normal((70, 60)).astype(np.float32)
@@ -216,7 +201,7 @@ def test_a_matrix_makes_up_for_inputs_that_rounding_before_it_has_changed():
     np.testing.assert_allclose(moved(w, exact, exact)[0], w, atol=1e-3)
 
 
-def test_a_text_calibrates_a_file(tmp_path):
+def test_text_calibrates_an_int4_file(tmp_path):
     text, out = tmp_path / "text", tmp_path / "q.safetensors"
     text.write_text("The harbour lamp was lit, and the boats came home. " * 20)
     sample = bundled("weights", "sample.safetensors")

@@ -1,14 +1,19 @@
-"""The contract of slots, of every kind: any calls in any order give the scores that the formulas give."""
-
+from dataclasses import replace
 from random import Random
 
 import numpy as np
 import pytest
 from decoding import KINDS, MARKS, SHAPES, build, distance, round_alike, slots_of
-from distgpt.core.generate.slots import Feed
+from distgpt.core.base.errors import NonFiniteError
+from distgpt.core.generate.engine import Engine, complete
+from distgpt.core.generate.plain_slots import PlainSlots
+from distgpt.core.generate.request import Request, Sampling
+from distgpt.core.generate.slots import Choice, Feed
 from distgpt.core.ops.kernels import Kernels
 from distgpt.inference.decoding import compiled
+from distgpt.inference.decoding.batched import BatchedSlots, TopKLogits, rounded_rows
 
+import models
 from models import plain_logits
 
 COUNT = 5
@@ -20,7 +25,7 @@ def all_threads(monkeypatch):
 
 
 class Told:
-    """What slots were told: of each slot its tokens, the first one that each of them sees, and how many are gone."""
+    """Reference slots. A slot has tokens, the first token that each attends to, and the number dropped."""
 
     def __init__(self, shape, kind):
         exact = build(shape, Kernels("float64"))
@@ -34,7 +39,6 @@ class Told:
         return len(tokens) - gone
 
     def feed(self, work):
-        """The scores of the wanted tokens, by the formulas from all that a slot was told."""
         rows = [np.zeros((0, self._config.vocab_size))]
         for slot, start, tokens, wanted, _ in work:
             before, begins, gone = self._held[slot]
@@ -56,7 +60,7 @@ class Told:
 
 
 def some_feeds(random, told, config, single):
-    """Single tokens of several slots, or prompts and drafts behind what slots hold, or in place of it."""
+    """Make feeds of single tokens, or of prompts and drafts that extend or replace a slot's tokens."""
     work = []
     for slot in random.sample(range(COUNT), random.randint(1, COUNT)):
         have = told.length(slot)
@@ -68,7 +72,7 @@ def some_feeds(random, told, config, single):
     return work
 
 
-# Shapes for what depends on the type of weights, or on who computes, more than on the architecture.
+# Shapes that suffice if the kind of slots matters more than the architecture.
 FEW = ("llama", "odd", "wide", "value embeddings", "heads of eleven")
 WITH_FEW = {"plain, compiled operations", "batched", "int8"}
 CASES = [
@@ -79,7 +83,7 @@ CASES = [
 
 
 @pytest.mark.parametrize("shape, kind", CASES)
-def test_any_calls_give_the_scores_of_the_formulas(shape, kind):
+def test_slots_match_formulas_in_any_order(shape, kind):
     random, config = Random(f"{shape}"), SHAPES[shape]
     slots, told = slots_of(shape, kind, COUNT), Told(shape, kind)
     for turn in range(14):
@@ -98,28 +102,24 @@ def test_any_calls_give_the_scores_of_the_formulas(shape, kind):
     assert slots.feed([]).shape == (0, config.vocab_size)
 
 
-@pytest.mark.parametrize(
-    "feeds",
-    [
-        *([Feed(2, 0, [1], 1)], [Feed(-1, 0, [1], 1)], [Feed(0, 50, [1], 1)], [Feed(0, -1, [1], 1)]),
-        *([Feed(0, 0, [1], 2)], [Feed(0, 0, [1], -1)], [Feed(1, 0, [1], 1), Feed(1, 1, [2], 1)]),
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize("feeds", [
+    *([Feed(2, 0, [1], 1)], [Feed(-1, 0, [1], 1)], [Feed(0, 50, [1], 1)], [Feed(0, -1, [1], 1)]),
+    *([Feed(0, 0, [1], 2)], [Feed(0, 0, [1], -1)], [Feed(1, 0, [1], 1), Feed(1, 1, [2], 1)]),
+], ids=str)  # fmt: skip
 @pytest.mark.parametrize("kind", ["batched", "float32"])
-def test_feeds_that_do_not_fit_are_refused(kind, feeds):
+def test_invalid_feeds_are_rejected(kind, feeds):
     with pytest.raises(ValueError, match=r"does not fit 2 slots of 50|a slot occurs twice"):
         slots_of("gpt2", kind, 2).feed(feeds)
 
 
 @pytest.mark.parametrize("token", [-1, 97])
-def test_compiled_slots_refuse_tokens_beyond_the_vocabulary(token):
+def test_tokens_beyond_vocabulary_are_rejected(token):
     with pytest.raises(ValueError, match=r"tokens.*\b97$"):
         slots_of("llama", "float32", 1).feed([Feed(0, 0, [1, token], 1)])
 
 
 @pytest.mark.parametrize("kind", ["plain", "batched", "float32"])
-def test_drops_that_do_not_fit_or_cannot_be_are_refused(kind):
+def test_invalid_drops_are_rejected(kind):
     slots = slots_of("llama", kind, 2)
     for slot, count, kept in ((2, 1, 1), (-1, 1, 1), (0, -1, 1), (0, 1, -1), (0, 1, 0), (0, 25, 26)):
         with pytest.raises(ValueError, match=f"slot {slot} cannot drop .* and keep {kept}"):
@@ -128,3 +128,60 @@ def test_drops_that_do_not_fit_or_cannot_be_are_refused(kind):
     assert not learned.can_drop
     with pytest.raises(ValueError, match="cannot drop"):
         learned.drop(0, 1, 1)
+
+
+class Fetching(Kernels):
+    fetched = 0
+
+    def to_host(self, array):
+        self.fetched += array.ndim == 1 and len(array) > 64
+        return super().to_host(array)
+
+
+def test_rounded_rows_has_few_sizes():
+    assert {rounded_rows(n) for n in range(1, 201)} == {1, 2, 3, 4, 8, 16, 32, 64, 128, 192, 256}
+    assert all(n <= rounded_rows(n) < max(2 * n, n + 64) for n in range(1, 999))
+
+
+def test_batched_slots_fetch_only_top_tokens():
+    model = models.build(models.VARIANTS["modern"], Kernels())
+    batched, plain = BatchedSlots(model, 5), PlainSlots(model, 5)
+    three, one = (Choice(Sampling(), 0.0, count) for count in (3, 1))
+    work = [Feed(0, 0, [1], 1, choice=three), Feed(1, 0, [2], 1), Feed(2, 0, [3], 1, choice=one)]
+    first, whole, last = batched.feed(work)
+    expected = plain.feed(work)  # plain slots ignore the choice
+    np.testing.assert_allclose(whole, expected[1], atol=1e-11)
+    for row, scores in ((first, expected[0]), (last, expected[2])):
+        assert isinstance(row, TopKLogits) and len(row.tokens) == 8
+        assert row.tokens.tolist() == np.argsort(-scores, kind="stable")[:8].tolist()
+        assert row.log_sum == pytest.approx(np.log(np.exp(scores).sum()), abs=1e-11)
+
+
+@pytest.mark.parametrize("temperature", [0.05, 0.3, 3.0])
+@pytest.mark.parametrize("how", [{}, {"top_p": 0.9}, {"min_p": 0.2}, {"top_p": 0.99, "min_p": 0.001}], ids=str)
+def test_tokens_beyond_top_64_use_all_scores(how, temperature):
+    config, kernels = replace(models.VARIANTS["modern"], vocab_size=300), Fetching()
+    how = how | {"max_new_tokens": 20, "temperature": temperature}
+    requests = [Request(prompt=[1 + i, 2], seed=i, logprobs=i, **how) for i in range(4)]
+    model = models.build(config, kernels)
+    found, expected = (complete(Engine(slots(model, 5)), requests) for slots in (BatchedSlots, PlainSlots))
+    for (mine,), (other,) in zip(found, expected, strict=True):
+        assert mine.tokens == other.tokens
+        for a, b in zip(mine.likelihoods, other.likelihoods, strict=True):
+            assert a.logprob == pytest.approx(b.logprob, abs=1e-9)
+            assert [i for i, _ in a.alternatives] == [i for i, _ in b.alternatives]
+    if len(how) == 2 or temperature == 0.05:
+        assert not kernels.fetched
+    elif temperature == 3.0:
+        assert kernels.fetched
+
+
+@pytest.mark.parametrize("how", [{}, {"temperature": 0.8}, {"temperature": 0.8, "top_p": 0.9}], ids=str)
+def test_batched_slots_detect_nonfinite_scores(how):
+    model = models.build(models.VARIANTS["modern"], Kernels())
+    engine = Engine(BatchedSlots(model, 2))
+    engine.submit(Request(prompt=[1, 2], max_new_tokens=5, **how))
+    engine.step()
+    model.head[-model.config.padded_vocab + 3] = np.inf
+    with pytest.raises(NonFiniteError):
+        engine.step()

@@ -1,5 +1,3 @@
-"""Files of prompts: answers against one prompt at a time, resumed, spread over ranks, refused when wrong."""
-
 import fcntl
 import json
 
@@ -44,7 +42,7 @@ def read(path):
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
-def test_every_prompt_gets_what_it_would_get_alone(infer, tmp_path):
+def test_prompt_file_matches_single_prompts(infer, tmp_path):
     write(tmp_path / "p", LINES)
     flags = ("--max-new-tokens", "12", "--overflow", "shift")
     result = infer("--prompts", "p", "--out", "o", *flags)
@@ -63,7 +61,7 @@ def test_every_prompt_gets_what_it_would_get_alone(infer, tmp_path):
             assert one.get("logprobs", []) == pytest.approx(other.get("logprobs", []))
 
 
-def test_a_run_that_ended_early_is_resumed_and_every_answer_kept(infer, tmp_path):
+def test_resumed_prompt_file_keeps_answers(infer, tmp_path):
     lines = [{"prompt": "the", "max_new_tokens": 1 + i % 5, "temperature": 1, "seed": i} for i in range(16)]
     write(tmp_path / "p", lines)
     assert infer("--prompts", "p", "--out", "whole").returncode == 0
@@ -81,7 +79,7 @@ def test_a_run_that_ended_early_is_resumed_and_every_answer_kept(infer, tmp_path
         assert out.read_bytes() == b"".join(mine if mine in left else theirs for mine, theirs in pairs)
 
 
-def test_a_run_that_is_ended_has_written_what_it_had_finished(infer, tmp_path, monkeypatch):
+def test_interrupted_prompt_file_keeps_finished_answers(infer, tmp_path, monkeypatch):
     write(tmp_path / "p", [{"prompt": "the", "max_new_tokens": 1 + 3 * i} for i in range(9)])
     add, kept = Answers.add, []
 
@@ -111,14 +109,14 @@ WRONG = {
 }
 
 
-def test_a_wrong_line_is_refused_before_anything_is_computed(infer, tmp_path):
+def test_invalid_line_is_rejected_before_computing(infer, tmp_path):
     for line, words in WRONG.items():
         (tmp_path / "p").write_text('{"prompt": "the"}\n' + line + "\n")
         refused(infer("--prompts", "p", "--out", "o"), 65, "p, line 2", words)
         assert not (tmp_path / "o").exists()
 
 
-def test_requests_and_files_that_do_not_fit_are_refused(infer, trained, tmp_path):
+def test_mismatched_requests_and_files_are_rejected(infer, trained, tmp_path):
     write(tmp_path / "p", LINES)
     assert infer("--prompts", "p", "--out", "o").returncode == 0
     before = (tmp_path / "o").read_bytes()
@@ -150,14 +148,14 @@ def test_requests_and_files_that_do_not_fit_are_refused(infer, trained, tmp_path
     assert not (tmp_path / "x").exists()
 
 
-def test_two_processes_do_not_write_one_file(infer, tmp_path):
+def test_second_writer_is_rejected(infer, tmp_path):
     write(tmp_path / "p", LINES)
     with (tmp_path / "o").open("w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         refused(infer("--prompts", "p", "--out", "o"), 2, "another process is writing o")
 
 
-def test_ranks_share_requests_and_each_gets_what_it_would_get_alone():
+def test_ranks_share_requests():
     one, requests, found = model(seq_len=24), varied_requests(7), {}
     expected = complete(Engine(PlainSlots(one, 4), chunk=4), requests)
 
@@ -170,8 +168,8 @@ def test_ranks_share_requests_and_each_gets_what_it_would_get_alone():
     assert [found[i] for i in range(7)] == expected
 
 
-def test_averaged_lanes_follow_rank_0_through_copies_and_errors():
-    """Ranks with unlike weights: the mean of their scores, on rank 0 alone."""
+def test_averaged_slots_follow_rank_0():
+    """The ranks have different weights; rank 0 returns the mean of their scores."""
     models = [model(), model()]
     models[1].params["wte"][...] *= 1.1
     request = Request([1, 2, 3], 6, temperature=1.0, seed=2, n=2, overflow="shift", logprobs=0)
@@ -201,19 +199,12 @@ def test_averaged_lanes_follow_rank_0_through_copies_and_errors():
 @pytest.mark.ranks
 @pytest.mark.slow
 @needs_mpi
-def test_ranks_write_one_file_in_the_order_of_the_prompts(infer, trained, tmp_path):
+def test_ranks_write_answers_in_prompt_order(infer, trained, tmp_path):
     write(tmp_path / "p", LINES * 3)
-    words = (
-        "infer",
-        "--threads",
-        "1",
-        "--weights",
+    words = [
+        *["infer", "--threads", "1", "--stage", "mpi", "--prompts", "p", "--weights"],
         trained / "weights.safetensors",
-        "--stage",
-        "mpi",
-        "--prompts",
-        "p",
-    )
+    ]
     two = distgpt(*words, "--out", "two", ranks=2, cwd=tmp_path)
     assert two.returncode == 0 and two.stderr.count("15 prompts, ") == 1, two.stderr
     assert infer("--prompts", "p", "--out", "one").returncode == 0

@@ -1,5 +1,3 @@
-"""`distgpt serve`: OpenAI's completions and chats against the engine itself; refusals; keys, hosts; metrics."""
-
 import json
 import re
 import socket
@@ -40,7 +38,6 @@ def served():
 
 
 def asked(served, path, **body):
-    """The body of an answer that must succeed."""
     status, _, found = served.ask(path, {**ASKED[path], **body})
     assert status == 200, found
     return found
@@ -51,7 +48,7 @@ def text_of(choice):
 
 
 def directly(prompt, **settings):
-    """What the engine itself makes of a text, of tokens, or of the messages of a chat."""
+    """Complete a string, tokens or chat messages with the engine."""
     model, tokenizer = sample()
     if isinstance(prompt, str):
         prompt = tokenizer.encode(prompt).tolist()
@@ -62,7 +59,7 @@ def directly(prompt, **settings):
 
 
 @both
-def test_an_answer_is_what_the_engine_makes_of_it(served, path):
+def test_answer_matches_engine(served, path):
     found = asked(served, path, max_tokens=30, n=3, **HOT)
     (prompt,) = ASKED[path].values()
     expected = directly(prompt, max_new_tokens=30, n=3, **HOT, overflow="stop")
@@ -83,7 +80,7 @@ def test_an_answer_is_what_the_engine_makes_of_it(served, path):
 
 
 @pytest.mark.parametrize("path, more", [(TEXT, {"prompt": ["The harbour", "A lamp"]}), (CHAT, {})])
-def test_a_stream_says_the_same_piece_by_piece(served, path, more):
+def test_stream_matches_whole_answer(served, path, more):
     how = {**ASKED[path], **LIKELY[path], **more, "max_tokens": 12, "n": 2, **HOT}
     whole = asked(served, path, **how)
     options = {"stream": True, "stream_options": {"include_usage": True}}
@@ -112,15 +109,15 @@ def test_a_stream_says_the_same_piece_by_piece(served, path, more):
                 assert each["logprob"] <= each["top_logprobs"][0]["logprob"]
 
 
-def test_logprobs_name_the_chosen_token_beside_the_likeliest(served):
+def test_logprobs_include_chosen_token(served):
     said = asked(served, TEXT, max_tokens=40, logprobs=1, temperature=3, seed=1)["choices"][0]["logprobs"]
     assert {len(top) for top in said["top_logprobs"]} == {1, 2}
     assert all(token in top for token, top in zip(said["tokens"], said["top_logprobs"], strict=True))
 
 
 @pytest.mark.parametrize("new", [0, 1, 9])
-def test_echo_with_logprobs_scores_the_prompt_s_own_tokens(served, new):
-    """As evaluation harnesses ask for it: with one token more or none, with the prompt as text or tokens."""
+def test_echo_scores_prompt_tokens(served, new):
+    """Evaluation harnesses send prompts as text or tokens, with one or no new token."""
     prompt = "The harbour" if new != 1 else sample()[1].encode("The harbour").tolist()
     wanted = {"echo": True, "logprobs": 2, "temperature": 0, "max_tokens": new}
     (expected,) = directly(prompt, max_new_tokens=new, logprobs=2, prompt_logprobs=True)
@@ -145,7 +142,7 @@ def test_echo_with_logprobs_scores_the_prompt_s_own_tokens(served, new):
     assert several["usage"]["completion_tokens"] == 0
 
 
-def test_prompts_are_texts_tokens_lists_of_both_or_nothing(served):
+def test_prompts_may_be_text_tokens_or_lists(served):
     tokens = sample()[1].encode("The harbour").tolist()
     same = {"max_tokens": 12, "temperature": 0}
     text = served.complete("The harbour", **same)["choices"][0]["text"]
@@ -158,15 +155,7 @@ def test_prompts_are_texts_tokens_lists_of_both_or_nothing(served):
     assert served.complete("The harbour", echo=True, **same)["choices"][0]["text"] == "The harbour" + text
 
 
-def test_the_next_turn_gets_the_same_answer_from_what_was_kept(served):
-    (first,) = asked(served, CHAT, max_tokens=10, temperature=0)["choices"]
-    turns = [*MESSAGES, first["message"], {"role": "user", "content": "And?"}]
-    plain = [{"role": each["role"], "content": each["content"]} for each in turns]
-    (second,) = asked(served, CHAT, messages=turns, max_tokens=10, temperature=0)["choices"]
-    assert text_of(second) == directly(plain, max_new_tokens=10)[0].text
-
-
-def test_without_a_length_a_chat_s_answer_may_fill_the_context(served):
+def test_chat_answer_may_fill_context(served):
     found = asked(served, CHAT, temperature=0, seed=1)
     (choice,), text = found["choices"], text_of(found["choices"][0])
     assert choice["finish_reason"] == "stop" or found["usage"]["total_tokens"] >= 128
@@ -174,8 +163,8 @@ def test_without_a_length_a_chat_s_answer_may_fill_the_context(served):
     assert text_of(again) == text[: text.index(text[3:5])] and again["finish_reason"] == "stop"
 
 
-def test_packets_are_sent_without_delay(served):
-    """Clients delay acknowledgements by 40 ms: no more than 25 small requests a second would pass."""
+def test_connections_disable_nagle(served):
+    """Clients delay acknowledgements by 40 ms, which would limit them to 25 small requests per second."""
     connection = served.connect()
     connection.request("GET", "/health")
     assert connection.getresponse().read()
@@ -184,7 +173,7 @@ def test_packets_are_sent_without_delay(served):
     connection.close()
 
 
-def test_past_the_context_a_completion_ends_unless_it_may_go_on(served):
+def test_completion_ends_at_the_context(served):
     (found,) = served.complete("The harbour", max_tokens=200)["choices"]
     assert found["finish_reason"] == "length"
     assert served.complete("x" * 100, max_tokens=100)["usage"]["completion_tokens"] == 29
@@ -196,9 +185,7 @@ def test_past_the_context_a_completion_ends_unless_it_may_go_on(served):
     assert served.complete(**long, overflow="shift", temperature=0)["usage"]["prompt_tokens"] == 300
 
 
-def test_seeds_make_sampling_repeatable_whoever_shares_the_batch(served):
-    """And without one no two completions are alike."""
-
+def test_seeds_are_repeatable_in_any_batch(served):
     def text(seed):
         more = {} if seed is None else {"seed": seed}
         return served.complete("The harbour", max_tokens=40, **more)["choices"][0]["text"]
@@ -253,7 +240,7 @@ WRONG = [
 
 
 @pytest.mark.parametrize(("path", "body", "status", "word"), WRONG, ids=lambda value: str(value)[:40])
-def test_bodies_that_make_no_sense_are_refused_in_openais_shape(served, path, body, status, word):
+def test_invalid_bodies_are_rejected_like_openai(served, path, body, status, word):
     found, _, said = served.ask(path, body if isinstance(body, bytes) else {**ASKED.get(path, {}), **body})
     assert found == status and set(said) == {"error"}, said
     assert set(said["error"]) == {"message", "type", "param", "code"}
@@ -262,13 +249,12 @@ def test_bodies_that_make_no_sense_are_refused_in_openais_shape(served, path, bo
     assert status != 404 or said["error"]["code"] == "model_not_found"
 
 
-def test_parameters_that_change_nothing_are_accepted(served):
+def test_ineffective_parameters_are_accepted(served):
     same = {"tools": [], "tool_choice": "none", "response_format": {"type": "text"}, "user": "me", "store": True}
     assert asked(served, CHAT, max_tokens=1, **same)["choices"]
 
 
-def test_whatever_comes_is_understood_or_refused():
-    """Bodies with values of others, and with bytes changed, cut out and doubled."""
+def test_random_bodies_are_parsed_or_rejected():
     random = Random(2026)
     about = Served("sample", sample()[1], 256, 128, 0)
     values = [None, True, -1, 0, 1, 2**63, 1e300, "", "a", [], [[]], ["a"], [1], {}, {"include_usage": True}]
@@ -287,8 +273,7 @@ def test_whatever_comes_is_understood_or_refused():
     assert 160 < refused < 970
 
 
-def test_the_separator_ends_a_completion_unless_it_is_to_be_ignored():
-    """As a model that has one ends a document by it."""
+def test_separator_ends_completion_unless_ignored():
     about = Served("it", ByteTokenizer(), 256, 64, 0)
     about.tokenizer.separator = 65
     (request,) = parse_body(b'{"prompt": "a", "stop": "b"}', about, Limits()).requests
@@ -297,7 +282,7 @@ def test_the_separator_ends_a_completion_unless_it_is_to_be_ignored():
     assert request.ends == ()
 
 
-def test_a_model_s_own_template_and_its_end_are_used(tmp_path):
+def test_chat_uses_model_template_and_end(tmp_path):
     chat = ChatFormat(write_family(tmp_path / "model", "llama3", **settings("llama3")))
     about, messages = Served("it", chat.tokenizer, chat.tokenizer.size, 64, 0, chat), MESSAGES[1:]
     request, ignoring = (
@@ -314,7 +299,7 @@ def test_a_model_s_own_template_and_its_end_are_used(tmp_path):
     assert "does not support chat: the model's chat template: no" in refusal.value.text
 
 
-def test_texts_become_tokens_and_texts_again(served):
+def test_tokenize_and_detokenize_are_inverse(served):
     status, _, about = served.ask("/tokenizer_info")
     assert status == 200 and {"bos_token", "eos_token", "chat_template"} <= about.keys()
     for text in ("The lamp", "The lamp. " * 1000, "a\0b", "", None):
@@ -325,7 +310,7 @@ def test_texts_become_tokens_and_texts_again(served):
             assert served.ask("/detokenize", {"tokens": said["tokens"]})[2] == {"prompt": text or ""}
 
 
-def test_the_models_are_listed(served):
+def test_models_are_listed(served):
     status, _, found = served.ask("/v1/models")
     assert status == 200 and [model["id"] for model in found["data"]] == ["sample"]
     assert served.ask("/v1/models/sample")[2] == found["data"][0]
@@ -335,13 +320,13 @@ def test_the_models_are_listed(served):
 
 
 @pytest.mark.parametrize("path, status", [("/nothing", 404), (TEXT, 405)])
-def test_paths_and_methods_that_there_are_not(served, path, status):
+def test_unknown_paths_and_methods_are_rejected(served, path, status):
     found, headers, said = served.ask(path, method="GET")
     assert found == status and path in said["error"]["message"]
     assert headers.get("allow") == ("POST" if status == 405 else None)
 
 
-def test_the_page_may_run_what_is_in_it_and_nothing_else(served):
+def test_page_policy_allows_only_its_script(served):
     status, headers, text = served.ask("/")
     policy = headers["content-security-policy"]
     assert status == 200 and policy.startswith("default-src 'none'") and "; script-src 'sha256-" in policy
@@ -349,8 +334,7 @@ def test_the_page_may_run_what_is_in_it_and_nothing_else(served):
     assert not re.search(r"""(src|href)=["']?(https?:)?//|@import|url\(|\son\w+=|\sstyle=""", text)
 
 
-def test_pages_of_other_sites_cannot_ask(served):
-    """Neither by a request that browsers send unasked, nor by a name of theirs that leads here."""
+def test_requests_from_other_sites_are_rejected(served):
     status, headers, _ = served.ask("/v1/completions", b"{}", headers={"Content-Type": "text/plain"})
     assert status == 415 and "access-control-allow-origin" not in headers
     asking = {"Origin": "https://example.org", "Access-Control-Request-Method": "POST"}
@@ -361,7 +345,7 @@ def test_pages_of_other_sites_cannot_ask(served):
         assert served.ask(path, headers={"Host": f"localhost:{served.port}"})[0] == 200
 
 
-def test_a_site_may_be_let_in():
+def test_allowed_origin_passes_preflight():
     with server(origins=("https://example.org",)) as found:
         asking = {"Access-Control-Request-Method": "POST", "Access-Control-Request-Headers": "content-type"}
         for origin, status in (("https://example.org", 200), ("https://example.com", 400)):
@@ -370,7 +354,7 @@ def test_a_site_may_be_let_in():
             assert headers.get("access-control-allow-origin") == (origin if status == 200 else None)
 
 
-def test_a_key_is_asked_for(capsys):
+def test_api_key_is_required(capsys):
     with server(key="s3cret") as found:
         for given in (None, "Bearer wrong", "Bearer ", "s3cre", "Bearer s3cret2", "Bearer \xe4"):
             headers = {} if given is None else {"Authorization": given}
@@ -389,7 +373,7 @@ def test_a_key_is_asked_for(capsys):
     assert "--api-key" in capsys.readouterr().err
 
 
-def test_metrics_count_what_happened():
+def test_metrics_count_requests_and_tokens():
     with server() as found:
         found.complete("The harbour", max_tokens=10, n=2)
         found.ask("/v1/completions", b"{")
@@ -410,14 +394,14 @@ def test_metrics_count_what_happened():
     assert len(declared) == len(set(declared)) and text.endswith("\n") and "_created" not in text
 
 
-def test_the_log_believes_a_proxy_that_it_was_told_of_and_nobody_else(capsys):
+def test_log_trusts_only_configured_proxies(capsys):
     for proxies, who in (((), "127.0.0.1"), (("10.0.0.2",), "127.0.0.1"), (("127.0.0.0/8",), "9.9.9.9")):
         with server(log="requests", proxies=proxies) as found:
             found.ask("/health", headers={"X-Forwarded-For": "9.9.9.9"})
         assert f" {who} GET /health 200" in capsys.readouterr().err
 
 
-def test_a_log_line_says_who_asked_what_but_not_the_prompt(capsys):
+def test_log_lines_omit_prompts_by_default(capsys):
     for log in ("requests", "prompts"):
         with server(log=log) as found:
             found.complete("The \x1b[2Jharbour", max_tokens=3)

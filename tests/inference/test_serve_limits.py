@@ -1,5 +1,3 @@
-"""`distgpt serve` under strain: bodies, queues and clients that are too much, failures, and its end."""
-
 import http.client
 import json
 import re
@@ -32,11 +30,10 @@ MB = 1 << 20
 
 
 def resident():
-    """Bytes of this process in memory now."""
     return int(Path("/proc/self/statm").read_text().split()[1]) * 4096
 
 
-def test_a_body_of_100_mb_is_refused_and_not_kept():
+def test_large_body_is_rejected():
     with server() as found:
         found.complete("a", max_tokens=1)
         before = peak_memory()
@@ -45,7 +42,7 @@ def test_a_body_of_100_mb_is_refused_and_not_kept():
             for _ in range(100):
                 yield b"x" * MB
 
-        for how in ({"Content-Length": str(100 * MB)}, {}):  # {}: in chunks, of no declared length
+        for how in ({"Content-Length": str(100 * MB)}, {}):  # {} sends chunks without a declared length
             connection = found.connect()
             connection.request("POST", "/v1/completions", chunks(), {**JSON, **how}, encode_chunked=not how)
             answer = connection.getresponse()
@@ -58,7 +55,7 @@ def test_a_body_of_100_mb_is_refused_and_not_kept():
         assert found.complete("a", max_tokens=1)
 
 
-def test_a_full_queue_is_said_with_when_to_try_again():
+def test_full_queue_returns_429():
     with server(lanes=1, seconds=0.01, limits={"queue": 2}) as found:
         running, _ = found.begin("a", max_tokens=100)
         waiting = [found.connect() for _ in range(2)]
@@ -74,7 +71,7 @@ def test_a_full_queue_is_said_with_when_to_try_again():
         assert status == 400 and "4 samples exceed the capacity of 3" in error["message"]
 
 
-def test_an_answer_without_tokens_waits_for_no_lane():
+def test_answer_without_tokens_needs_no_slot():
     with server(lanes=1, seconds=0.01) as found:
         connection, _ = found.begin("a", max_tokens=120)
         answer = found.complete(["b", "c"], max_tokens=0, n=2, echo=True)
@@ -85,8 +82,8 @@ def test_an_answer_without_tokens_waits_for_no_lane():
 
 
 @pytest.mark.ci
-def test_all_open_requests_together_have_a_limit():
-    """Also of log-probabilities, which take memory until they are sent, and of prompts."""
+def test_open_requests_share_a_limit():
+    """The limit also counts prompts and log probabilities, which stay in memory until they are sent."""
     with server(seconds=0.005, limits={"everything": 1000}) as found:
         for much in ({"max_tokens": 900}, {"max_tokens": 90, "logprobs": 9}, {"prompt": "a" * 100, "n": 8}):
             body = {"max_tokens": 100, "overflow": "shift", "prompt": "a", **much}
@@ -101,8 +98,8 @@ def test_all_open_requests_together_have_a_limit():
         assert status == 400 and "1,000" in error["message"]
 
 
-def test_a_body_with_two_lengths_is_refused_and_the_connection_closed():
-    """A proxy in front may believe the other one, and take the rest for a request of another client."""
+def test_body_with_two_lengths_is_rejected():
+    """A proxy may use the other length and forward the rest as another client's request."""
     both = b"Content-Length: 4\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\nGET /v1/models HTTP/1.1\r\n"
     with server() as found, found.line(b"GET /health HTTP/1.1\r\nHost: localhost\r\n" + both) as line:
         came = all_of(line)
@@ -110,12 +107,12 @@ def test_a_body_with_two_lengths_is_refused_and_the_connection_closed():
 
 
 @pytest.mark.parametrize("streams", [True, False])
-def test_a_client_that_is_killed_frees_its_lanes(streams):
+def test_killed_client_frees_slots(streams):
     with server(lanes=2, seconds=0.005) as found:
         body = json.dumps({"prompt": "a", "max_tokens": 4000, "overflow": "shift", "n": 4, "stream": streams})
         line = found.line(POST, body.encode())
         wait_for(lambda: found.gauge("running_sequences") == 2)
-        line.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\1\0\0\0\0\0\0\0")  # as a process that dies
+        line.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\1\0\0\0\0\0\0\0")  # like a process that dies
         line.close()
         wait_for(lambda: found.is_free, 2)
         assert found.counted("cancelled") == 1 and found.counted("engine_failures") == 0
@@ -123,7 +120,7 @@ def test_a_client_that_is_killed_frees_its_lanes(streams):
 
 
 def narrow(found, **settings):
-    """A line to a server with small buffers, on which a stream of long pieces was requested."""
+    """Request a stream of long pieces over small socket buffers."""
     found.serving.listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 15)
     line = socket.socket()
     line.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1 << 13)
@@ -135,7 +132,7 @@ def narrow(found, **settings):
 
 
 def all_of(line, seconds=0.0):
-    """All that comes, a little at a time."""
+    """Receive everything, with a pause after each piece."""
     came = b""
     with suppress(ConnectionResetError):
         while more := line.recv(1 << 14):
@@ -144,7 +141,7 @@ def all_of(line, seconds=0.0):
     return came.decode()
 
 
-def test_a_client_that_does_not_read_is_dropped_and_holds_up_nobody(monkeypatch, capsys):
+def test_stalled_client_is_dropped(monkeypatch, capsys):
     monkeypatch.setattr(app, "TAKING", 0.5)
     monkeypatch.setattr(app, "SAYING", 0.1)
     with server(lanes=2, seconds=0.001, limits={"max_tokens": 40_000}, log="requests") as found:
@@ -157,8 +154,8 @@ def test_a_client_that_does_not_read_is_dropped_and_holds_up_nobody(monkeypatch,
     assert re.search(r" 200 .* tokens, the client read nothing for 0.5 s\n", capsys.readouterr().err)
 
 
-def test_a_client_that_reads_slowly_gets_all_of_it_while_others_are_served():
-    """What is too late for its time limit is said, after what it had to read."""
+def test_slow_client_gets_everything():
+    """A timeout is reported after the unread pieces."""
     with server(lanes=6) as found, ThreadPoolExecutor(1) as pool:
         reading = pool.submit(all_of, narrow(found, max_tokens=200, n=4), 0.004)
         assert found.complete("b", max_tokens=20)["usage"]["completion_tokens"] == 20
@@ -172,7 +169,7 @@ def test_a_client_that_reads_slowly_gets_all_of_it_while_others_are_served():
         wait_for(lambda: found.is_free)
 
 
-def test_a_request_that_takes_too_long_ends():
+def test_slow_request_times_out():
     with server(seconds=0.02, limits={"seconds": 0.5}) as found:
         begun = time.monotonic()
         status, error, _ = found.refused(prompt="a", max_tokens=110)
@@ -183,7 +180,7 @@ def test_a_request_that_takes_too_long_ends():
         wait_for(lambda: found.is_free)
 
 
-def test_a_connection_that_never_asks_is_closed(monkeypatch):
+def test_idle_connection_is_closed(monkeypatch):
     monkeypatch.setattr(serving_module, "SILENT", 0.2)
     with server() as found:
         for first in (b"", b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n"):
@@ -195,8 +192,8 @@ def test_a_connection_that_never_asks_is_closed(monkeypatch):
                 assert time.monotonic() - begun < 3
 
 
-def test_connections_that_send_nothing_or_half_a_request_keep_nobody_out():
-    """Where there are too many, the oldest of them goes; whoever is answered stays."""
+def test_idle_connections_make_way():
+    """Above the limit, the oldest idle connection is closed."""
     parts = (b"", b"GET / HT", POST, POST + b"Content-Length: 100\r\n\r\n{")
     with server(seconds=0.005, limits={"connections": 8}) as found:
         _, running = found.begin("a", max_tokens=100)
@@ -212,7 +209,7 @@ def test_connections_that_send_nothing_or_half_a_request_keep_nobody_out():
             line.close()
 
 
-def test_where_all_connections_are_at_work_the_next_one_is_refused():
+def test_connection_is_rejected_if_all_are_busy():
     with server(seconds=0.01, limits={"connections": 2}) as found:
         running = [found.begin("a", max_tokens=100)[1] for _ in range(2)]
         assert found.ask("/v1/completions", {"prompt": "b", "max_tokens": 1})[0] == 503
@@ -220,7 +217,7 @@ def test_where_all_connections_are_at_work_the_next_one_is_refused():
         assert found.complete("b", max_tokens=1)
 
 
-def test_bodies_wait_for_the_parser_up_to_a_limit(monkeypatch):
+def test_parser_queue_is_bounded(monkeypatch):
     may_end, parse = threading.Event(), app.COMPLETIONS["/v1/completions"]
     monkeypatch.setitem(app.COMPLETIONS, "/v1/completions", lambda *body: may_end.wait(20) and parse(*body))
     with server(limits={"body": 1 << 16}) as found, ThreadPoolExecutor(6) as pool:
@@ -233,9 +230,9 @@ def test_bodies_wait_for_the_parser_up_to_a_limit(monkeypatch):
 
 
 @pytest.mark.ci
-def test_the_arrival_of_a_body_is_timed_and_not_how_long_it_takes_to_parse(monkeypatch):
+def test_body_arrival_is_timed_without_parsing(monkeypatch):
     monkeypatch.setattr(app, "ARRIVING", 0.1)
-    # Six million turns: several tenths of a second on any machine, and the time allowed below is one.
+    # Six million iterations take longer than the 0.1 s below on any machine.
     slow = "{% for i in range(6000) %}{% for j in range(1000) %}{% if i + j < 0 %}{% endif %}"
     slow += "{% endfor %}{% endfor %}a"
     chat = {"messages": [{"role": "user", "content": "b"}], "max_tokens": 1}
@@ -251,7 +248,7 @@ def test_the_arrival_of_a_body_is_timed_and_not_how_long_it_takes_to_parse(monke
         assert status == 504 and error["code"] == "timeout"
 
 
-def test_a_prompt_is_decoded_once_for_all_samples_and_never_by_the_event_loop(monkeypatch):
+def test_prompt_is_decoded_once_off_the_event_loop(monkeypatch):
     kind, calls = type(sample()[1]), []
     behind = kind.streamer_behind
 
@@ -266,8 +263,7 @@ def test_a_prompt_is_decoded_once_for_all_samples_and_never_by_the_event_loop(mo
     assert calls.count(("parser_0", 1000)) == 1 and {name for name, _ in calls} <= {"parser_0", "engine"}
 
 
-def test_an_echo_counts_in_the_size_of_an_answer():
-    """Before it is made: a token of some vocabularies is a hundred characters."""
+def test_echo_counts_in_answer_size():
     echo = {"prompt": "a" * 1000, "echo": True, "max_tokens": 1, "overflow": "shift"}
     with server(lanes=1, seconds=0.02, limits={"values": 1200, "everything": 4000}) as found:
         assert found.complete(**echo, n=4)["choices"][3]["text"].startswith("a" * 1000)
@@ -290,8 +286,7 @@ CHAT = {"messages": [{"role": "user", "content": TEXT}]}
 ASKED = {"/v1/completions": {"prompt": TEXT}, "/v1/chat/completions": CHAT, "/tokenize": {"prompt": TEXT}}
 
 
-def test_a_token_of_thousands_of_bytes_counts_as_several():
-    """So that vocabularies of others cannot make answers of gigabytes."""
+def test_long_tokens_count_multiple_times():
     with server(tokenizer=BpeTokenizer([*symbols(), "a" * 2048], [], None), limits={"values": 100}) as found:
         assert found.complete("a", max_tokens=25)
         for path in ("/v1/completions", "/v1/chat/completions"):
@@ -300,7 +295,7 @@ def test_a_token_of_thousands_of_bytes_counts_as_several():
 
 
 @pytest.mark.parametrize("name", FAILING)
-def test_a_text_at_which_the_tokenizer_fails_is_refused_in_openais_shape(name):
+def test_tokenizer_failure_returns_400(name):
     with server(tokenizer=failing(name)) as found:
         for path, body in ASKED.items():
             status, error, _ = found.refused(path, **body)
@@ -308,7 +303,7 @@ def test_a_text_at_which_the_tokenizer_fails_is_refused_in_openais_shape(name):
         assert found.ask("/health")[0] == 200
 
 
-def test_scores_that_are_not_finite_fail_what_runs_and_the_server_goes_on():
+def test_nonfinite_scores_fail_running_requests():
     with server(seconds=0.005) as found:
         _, response = found.begin("a", max_tokens=110)
         found.lanes.spoil = 1
@@ -322,9 +317,9 @@ def test_scores_that_are_not_finite_fail_what_runs_and_the_server_goes_on():
         wait_for(lambda: found.is_free)
 
 
-def test_the_server_ends_where_there_can_be_no_engine_any_more():
+def test_server_exits_without_an_engine():
     with server(seconds=0.005) as found:
-        found.lanes.count, found.lanes.spoil = "none", 1  # of which no engine can be made
+        found.lanes.count, found.lanes.spoil = "none", 1  # breaks the construction of an engine
         status, error, _ = found.refused(prompt="a")
         assert status == 500 and "not finite" in error["message"]
         found.join()
@@ -332,7 +327,7 @@ def test_the_server_ends_where_there_can_be_no_engine_any_more():
 
 
 def started(log, *more):
-    """A server as a process of its own that writes to this file, and its port."""
+    """Start a server process that logs to this file; return it and its port."""
     with log.open("wb") as out:
         process = popen("serve", "--port", "0", "--threads", "1", *more, stderr=out, stdout=out)
 
@@ -352,13 +347,13 @@ def ask(port, stream, **settings):
 
 @pytest.mark.ci
 @pytest.mark.smoke
-def test_sigterm_lets_what_runs_finish_and_refuses_what_comes(tmp_path):
+def test_sigterm_finishes_running_requests(tmp_path):
     process, port = started(log := tmp_path / "log", "--max-tokens", "100000")
     running = ask(port, True, max_tokens=3000, overflow="shift")
     first = running.readline()
     process.send_signal(signal.SIGTERM)
     wait_for(lambda: "finishing active requests" in log.read_text())
-    with pytest.raises(ConnectionError):  # refused, or reset while the listener closes
+    with pytest.raises(ConnectionError):  # rejected, or reset while the listener closes
         ask(port, False)
     made = pieces((first + running.read()).decode())
     assert made[-1]["choices"][0]["finish_reason"] == "length"
@@ -367,7 +362,7 @@ def test_sigterm_lets_what_runs_finish_and_refuses_what_comes(tmp_path):
 
 
 @pytest.mark.ci
-def test_a_second_signal_ends_it_at_once(tmp_path):
+def test_second_signal_exits_immediately(tmp_path):
     process, port = started(log := tmp_path / "log", "--max-tokens", "10000000")
     running = ask(port, True, max_tokens=1_000_000, overflow="slide")
     assert running.readline()
@@ -378,7 +373,7 @@ def test_a_second_signal_ends_it_at_once(tmp_path):
     assert re.findall("^distgpt: .*", log.read_text(), re.MULTILINE) == ["distgpt: interrupted"]
 
 
-def test_the_command_refuses_what_it_cannot_do(tmp_path):
+def test_serve_command_rejects_invalid_options(tmp_path):
     with bound("127.0.0.1", 0) as taken:
         taken.listen()
         port = taken.getsockname()[1]
@@ -393,13 +388,13 @@ def test_the_command_refuses_what_it_cannot_do(tmp_path):
 
 
 @pytest.mark.ci
-def test_without_starlette_the_command_names_what_to_install(tmp_path):
+def test_missing_starlette_is_named(tmp_path):
     (tmp_path / "starlette.py").write_text("raise ImportError('not here')")
     refused(distgpt("serve", env={"PYTHONPATH": str(tmp_path)}), 2, "Starlette", "pip install 'distgpt[serve]'")
 
 
 def crowd(found, clients, seconds):
-    """So many clients at once, for so long; some leave early. How each request ended."""
+    """Run concurrent clients; every fifth request disconnects early. Return each request's outcome."""
     until_when, ended = time.monotonic() + seconds, []
 
     def one(number):
@@ -422,7 +417,7 @@ def crowd(found, clients, seconds):
     return ended
 
 
-def test_64_clients_at_once_lose_nothing():
+def test_concurrent_clients_lose_nothing():
     with server(lanes=16, limits={"queue": 1000}) as found:
         crowd(found, 64, 0.5)
         wait_for(lambda: found.is_free)

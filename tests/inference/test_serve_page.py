@@ -1,11 +1,8 @@
-"""The page in a real browser, playground and chat: it writes, stops, fits, and can be read."""
+"""The playground and the chat page in a real browser."""
 
 import json
 
 import pytest
-
-pytest.importorskip("starlette")
-pytest.importorskip("uvicorn")
 from browser import BROWSER, CONTRAST, browser
 from serving import server
 
@@ -19,7 +16,7 @@ WINDOWS = [(360, "dark"), (1280, "light")]
 def page(tmp_path_factory):
     with browser(tmp_path_factory.mktemp("browser")) as found:
         yield found
-        assert found.errors == []  # nothing that the policy refused, no exception
+        assert found.errors == []  # neither exceptions nor policy violations
 
 
 def text_of(page, name):
@@ -43,7 +40,7 @@ def generate(page, **settings):
     page.key("Enter", 13, modifiers=2)
 
 
-def test_it_writes_and_shows_what_else_there_was_by_key_and_by_pointer(page):
+def test_page_generates_and_shows_alternatives(page):
     with server() as found:
         opened(page, found)
         generate(page, temperature=0, max_tokens=30, prompt="The harbour")
@@ -60,10 +57,8 @@ def test_it_writes_and_shows_what_else_there_was_by_key_and_by_pointer(page):
             assert names == [name.replace(" ", "␣").replace("\n", "↵") for name, _ in top]
             chosen = page.value("document.querySelector('tr.chosen td').innerText")
             assert chosen == names[0] and chosen in text_of(page, "said")
-        box = page.value(
-            "(b => [b.x + b.width / 2, b.y + b.height / 2])"
-            "(document.querySelectorAll('.token')[4].getBoundingClientRect())"
-        )
+        token = "document.querySelectorAll('.token')[4].getBoundingClientRect()"
+        box = page.value(f"(b => [b.x + b.width / 2, b.y + b.height / 2])({token})")
         page.call("Input.dispatchMouseEvent", type="mouseMoved", x=box[0], y=box[1])
         page.until("document.getElementById('place').textContent === 'Alternatives to token 5 of 30'")
         page.value("document.getElementById('more').click()")
@@ -72,7 +67,7 @@ def test_it_writes_and_shows_what_else_there_was_by_key_and_by_pointer(page):
         assert page.value("document.getElementById('prompt').value") == "The harbour" + whole["text"]
 
 
-def test_the_stop_button_frees_the_lane(page):
+def test_stop_button_frees_slot(page):
     with server(seconds=0.02) as found:
         opened(page, found)
         for stop in ("document.getElementById('stop').click()", None):
@@ -86,7 +81,7 @@ def test_the_stop_button_frees_the_lane(page):
         assert found.counted("cancelled") == 2
 
 
-def test_it_says_what_went_wrong(page):
+def test_page_shows_errors(page):
     with server(key="s3cret") as found:
         page.window(1280, 860, "light")
         page.open(f"http://127.0.0.1:{found.port}/")
@@ -105,7 +100,7 @@ def test_it_says_what_went_wrong(page):
         page.until("document.getElementById('wrong').textContent.includes('not finite')")
 
 
-def test_it_shows_no_markup_of_a_models_text(page):
+def test_page_escapes_generated_text(page):
     with server() as found:
         opened(page, found)
         generate(page, max_tokens=5, prompt="<img src=x onerror=alert(1)><b>")
@@ -141,7 +136,7 @@ def fits(page, width, scheme, texts):
 
 
 @pytest.mark.parametrize(("width", "scheme"), WINDOWS)
-def test_it_fits_and_can_be_read(page, width, scheme):
+def test_page_fits_and_is_readable(page, width, scheme):
     with server() as found:
         opened(page, found, width, scheme)
         generate(page, max_tokens=90, prompt="The harbour " + "x" * 60)
@@ -149,9 +144,6 @@ def test_it_fits_and_can_be_read(page, width, scheme):
         page.value("document.getElementById('text').focus()")
         page.key("End", 35)
         fits(page, width, scheme, 100)
-
-
-# The chat
 
 
 TURNS = "[...document.querySelectorAll('.turn')].map(node => node.innerText)"
@@ -170,7 +162,7 @@ def answered(page):
     return page.value(TURNS)
 
 
-def test_a_chat_goes_on_begins_anew_and_is_found_again(page):
+def test_chat_continues_and_is_restored(page):
     with server(template=TEMPLATE) as found:
         opened(page, found)
         assert text_of(page, "title") == "distgpt chat" and page.value(TURNS) == []
@@ -189,7 +181,7 @@ def test_a_chat_goes_on_begins_anew_and_is_found_again(page):
         assert answered(page) == whole
         page.value("document.getElementById('fresh').click()")
         assert page.value(TURNS) == []
-        opened(page, found)  # as after closing the page
+        opened(page, found)  # reopened
         page.value(CHOOSE % "'The harbour'")
         assert page.value(TURNS) == whole
         page.value(CHOOSE % "'Forget all of them'")
@@ -208,7 +200,7 @@ CHOOSE = """(() => {
 })()"""
 
 
-def test_a_chat_is_stopped_loses_its_oldest_turns_and_says_what_went_wrong(page):
+def test_chat_can_be_stopped_and_trimmed(page):
     with server(template=TEMPLATE) as found:
         opened(page, found)
         found.lanes.seconds = 0.02
@@ -256,7 +248,7 @@ REPLY = """fetch = async () => new Response(%s.map(text =>
   "data: " + JSON.stringify({choices: [{delta: {content: text}}]}) + "\\n\\n").join("") + "data: [DONE]\\n\\n")"""
 
 
-def test_an_answer_is_markdown_without_html_and_can_be_copied(page):
+def test_answer_renders_markdown_and_copies(page):
     with server(template=TEMPLATE) as found:
         opened(page, found)
         page.value("hit = 0")
@@ -276,7 +268,7 @@ def test_an_answer_is_markdown_without_html_and_can_be_copied(page):
 
 
 @pytest.mark.parametrize(("width", "scheme"), WINDOWS)
-def test_a_chat_fits_and_can_be_read(page, width, scheme):
+def test_chat_fits_and_is_readable(page, width, scheme):
     with server(template=TEMPLATE) as found:
         opened(page, found, width, scheme)
         for _ in range(3):
@@ -289,7 +281,7 @@ def test_a_chat_fits_and_can_be_read(page, width, scheme):
         assert bottom <= 860 >= page.value("document.documentElement.scrollHeight")
 
 
-def test_the_tab_key_goes_through_it_in_order(page):
+def test_tab_key_follows_page_order(page):
     with server() as found:
         opened(page, found)
         generate(page, max_tokens=3, prompt="a")

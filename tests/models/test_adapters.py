@@ -1,5 +1,3 @@
-"""Runs that train adapters: what their files hold, resuming, ranks, and what is refused."""
-
 import shutil
 
 import distgpt
@@ -30,7 +28,7 @@ def run(base):
     return out
 
 
-def test_the_files_of_a_run_hold_adapters_alone_and_name_their_model(run, base):
+def test_run_files_hold_only_adapters(run, base):
     files = [run / "weights.safetensors", run / "best.safetensors"]
     for file in [*files, run / "checkpoints" / "step-00000020" / "weights.safetensors"]:
         names = set(load_file(file))
@@ -40,7 +38,7 @@ def test_the_files_of_a_run_hold_adapters_alone_and_name_their_model(run, base):
     assert np.mean(losses(run)[-9:]) < np.mean(losses(run)[:9]) - 0.05
 
 
-def test_a_run_resumes_exactly(run, tmp_path):
+def test_adapter_run_resumes_exactly(run, tmp_path):
     half = tmp_path / "half"
     shutil.copytree(run, half)
     shutil.rmtree(half / "checkpoints" / "step-00000040")
@@ -50,7 +48,7 @@ def test_a_run_resumes_exactly(run, tmp_path):
     assert losses(half) == losses(run)
 
 
-def test_infer_eval_and_python_merge_an_adapter_into_its_model(run, base, tmp_path):
+def test_adapter_is_merged_by_every_command(run, base, tmp_path):
     whole = tmp_path / "merged.safetensors"
     done("weights", "merge", "--adapter", run, "--out", whole)
     ways = [("--weights", whole), ("--weights", run), ("--weights", base, "--adapter", run)]
@@ -67,7 +65,7 @@ def test_infer_eval_and_python_merge_an_adapter_into_its_model(run, base, tmp_pa
     np.testing.assert_allclose(distgpt.load(whole).logits(tokens), both, atol=1e-5)
 
 
-def test_a_model_in_int8_gets_adapters_too(base, run, tmp_path):
+def test_int8_model_trains_adapters(base, run, tmp_path):
     small = tmp_path / "int8.safetensors"
     done("weights", "quantize", base, "--out", small)
     refused(inside("train", "--init", small, *TEXT), 2, "--lora-rank")
@@ -80,7 +78,7 @@ def test_a_model_in_int8_gets_adapters_too(base, run, tmp_path):
 @pytest.mark.slow
 @needs_mpi
 @pytest.mark.parametrize("how", ["overlapped", "sharded --dtype bfloat16", "allreduce --outer-every 2"])
-def test_ranks_sum_the_gradients_of_adapters_alone(how, base, run, tmp_path):
+def test_ranks_sum_adapter_gradients(how, base, run, tmp_path):
     alone, words = tmp_path / "alone", ["--init", base, *LORA, "--grad-sync", *how.split()]
     result = distgpt_command("train", *words, "--stage", "mpi", "--out", alone, ranks=2)
     assert result.returncode == 0, result.stderr
@@ -89,7 +87,7 @@ def test_ranks_sum_the_gradients_of_adapters_alone(how, base, run, tmp_path):
     assert set(load_file(alone / "weights.safetensors")) == set(load_file(run / "weights.safetensors"))
 
 
-def test_what_adapters_do_not_go_with_is_refused(base, run, tmp_path):
+def test_incompatible_adapter_options_are_rejected(base, run, tmp_path):
     out = ["--out", tmp_path / "new"]
     on_base = ["train", "--init", base, *LORA, *out]
     for words, named in (
@@ -106,7 +104,7 @@ def test_what_adapters_do_not_go_with_is_refused(base, run, tmp_path):
     assert not list(tmp_path.iterdir())
 
 
-def test_an_adapter_of_another_model_is_refused(base, run, tmp_path):
+def test_adapter_of_another_model_is_rejected(base, run, tmp_path):
     other, wider = tmp_path / "other", tmp_path / "wider"
     done("train", *SMALL, "--steps", "1", "--seed", "2", "--out", other)
     done("train", *SMALL, "--steps", "1", "--n-layer", "1", "--out", wider)
@@ -127,7 +125,7 @@ def test_an_adapter_of_another_model_is_refused(base, run, tmp_path):
         shutil.move(moved, base)
 
 
-def test_an_adapter_that_is_not_finite_is_refused(base, run, tmp_path):
+def test_nonfinite_adapter_is_rejected(base, run, tmp_path):
     tensors, metadata = load_file(run / "best.safetensors"), read_header(run / "best.safetensors").metadata
     next(iter(tensors.values()))[0, 0] = np.nan
     kept = {name: text for name, text in metadata.items() if "sha256" not in name}

@@ -1,5 +1,3 @@
-"""Models as transformers and GGUF store them: what goes out comes back, and what a format cannot hold is named."""
-
 import json
 import signal
 import time
@@ -7,6 +5,7 @@ import warnings
 from dataclasses import replace
 from pathlib import Path
 
+import foreignmodels
 import numpy as np
 import pytest
 from chattemplates import ENDS
@@ -25,26 +24,13 @@ from distgpt.models.formats.huggingface import export_model, import_model
 from distgpt.models.quantized.rounded import quantize
 from families import FAMILIES as TOKENIZERS
 from families import write_family
-from foreignmodels import (
-    MODERN,
-    QWEN3,
-    SHAPES,
-    SMALL,
-    change_json,
-    exported,  # noqa: F401
-    exported_model,
-    in_parts,
-    llama,  # noqa: F401
-    random_model,
-    rewritten,
-    same,
-    shape,
-    tensors_in,
-)
+from foreignmodels import MODERN, SHAPES, SMALL, change_json, exported_model, random_model, rewritten, shape, tensors_in
 from gguffiles import LLAMA, of_sentencepiece, tokenizer_like, with_tokenizer
 from tokenizing import GPT2, STORY, TEXT, needs_gpt2, small
 
 from conftest import inside, popen, refused
+
+exported, llama = foreignmodels.exported, foreignmodels.llama  # fixtures
 
 EXPORT = {"transformers": export_model, "gguf": export_gguf}
 HELD = [("transformers", name) for name in SHAPES]
@@ -69,16 +55,13 @@ def kinds_in(path):
     return {name: entry.kind.name for name, entry in read_container(path).tensors.items()}
 
 
-# Round trips
-
-
 @pytest.mark.parametrize(("form", "name"), HELD)
 def test_round_trip(form, name, tmp_path):
     ours, theirs, again = (tmp_path / name for name in ("ours.safetensors", "theirs", "again"))
     arrays = random_model(ours, SHAPES[name])
     EXPORT[form](ours, theirs, "float32")
     back = brought_in(theirs)
-    assert same(tensors_in(back), arrays)
+    assert foreignmodels.same(tensors_in(back), arrays)
     before, after = map(read_description, (ours, back))
     assert after.run.model == before.run.model
     first, second = (each.tokenizer and each.tokenizer.to_json() for each in (before, after))
@@ -88,7 +71,7 @@ def test_round_trip(form, name, tmp_path):
         assert (again / file.name).read_bytes() == file.read_bytes(), file.name
 
 
-def test_half_precision_survives_a_round_trip(tmp_path):
+def test_half_precision_survives_round_trip(tmp_path):
     random_model(tmp_path / "ours.safetensors", SMALL)
     for dtype, stored in (("float16", "F16"), ("bfloat16", "BF16")):
         first, again = (tmp_path / dtype / name for name in ("theirs", "again"))
@@ -100,12 +83,12 @@ def test_half_precision_survives_a_round_trip(tmp_path):
         assert json.loads((first / "config.json").read_text())["torch_dtype"] == dtype
 
 
-# Half a step of the largest element of a block, at most; in four bits a whole one where it is cut off.
+# Half a step of a block's largest element; a whole step if q4_0 clips it.
 @pytest.mark.parametrize(
     ("dtype", "error"), [("float16", 2**-11), ("bfloat16", 2**-8), ("q8_0", 0.57 / 127), ("q4_0", 1.01 / 8)]
 )
-def test_smaller_types_of_gguf_round_by_no_more_than_they_must(tmp_path, dtype, error):
-    """Rows that cannot be divided into blocks of 32 stay in float32."""
+def test_gguf_types_round_within_bound(tmp_path, dtype, error):
+    """Rows that are not a multiple of 32 stay in float32."""
     path = tmp_path / "ours.safetensors"
     arrays = random_model(path, LLAMA)
     found = tensors_in(there_and_back(path, dtype))
@@ -123,7 +106,7 @@ def test_smaller_types_of_gguf_round_by_no_more_than_they_must(tmp_path, dtype, 
         assert kinds["blk.1.ffn_down.weight"] == "F32" and kinds["blk.1.ffn_up.weight"] == "Q4_0"
 
 
-def test_numbers_are_rounded_to_the_nearest_even_and_too_large_ones_refused(tmp_path):
+def test_rounding_is_to_even_and_overflow_rejected(tmp_path):
     path = tmp_path / "ours.safetensors"
     ours = random_model(path, SMALL)
     metadata = {k: v for k, v in read_header(path).metadata.items() if not k.endswith("sha256")}
@@ -151,15 +134,12 @@ def in_float64(tensors):
     return {name: array.astype(np.float64) for name, array in tensors.items()}
 
 
-def test_float64_is_kept_on_the_way_in(exported):
+def test_float64_is_kept_by_import(exported):
     rewritten(exported, in_float64)
     assert {entry.dtype for entry in read_header(brought_in(exported)).tensors.values()} == {"F64"}
 
 
-# What transformers writes in several ways
-
-
-def test_settings_that_a_file_leaves_out_are_those_of_transformers(llama):
+def test_missing_settings_use_transformers_defaults(llama):
     for kind, *expected in (
         ("gpt2", 50257, 1024, 768, 12, 12, 3072, 1e-5),
         ("llama", 32000, 2048, 4096, 32, 32, 11008, 1e-6),
@@ -175,7 +155,7 @@ def test_settings_that_a_file_leaves_out_are_those_of_transformers(llama):
         import_model(str(llama), llama.with_name(f"{absent}.safetensors"), None)
 
 
-def test_older_and_newer_llamas_say_their_scaling_differently(tmp_path):
+def test_rope_scaling_is_read_in_all_layouts(tmp_path):
     exported_model(tmp_path / "theirs", SHAPES["llama 3"])
     expected = read_description(brought_in(tmp_path / "theirs")).run.model
     path, old = tmp_path / "theirs" / "config.json", "original_max_position_embeddings"
@@ -187,7 +167,7 @@ def test_older_and_newer_llamas_say_their_scaling_differently(tmp_path):
         ({"rope_parameters": None, "rope_scaling": scaling}, 6),
         ({"rope_parameters": None, "rope_scaling": named}, 6),
         ({"rope_parameters": parameters, "rope_scaling": None, "rope_theta": None}, 6),
-        ({"rope_parameters": None, "rope_scaling": without}, 13),  # the context is the one before
+        ({"rope_parameters": None, "rope_scaling": without}, 13),  # max_position_embeddings by default
     ):
         change_json(path, **changes)
         (tmp_path / "back.safetensors").unlink()
@@ -209,23 +189,20 @@ WAYS = {
     "with a copy of the embedding": lambda directory: rewritten(
         directory, lambda t: t | {"lm_head.weight": t["transformer.wte.weight"]}
     ),
-    "in parts": lambda directory: in_parts(directory) and directory,
-    "by the index": lambda directory: in_parts(directory) and directory / "model.safetensors.index.json",
+    "in parts": lambda directory: foreignmodels.in_parts(directory) and directory,
+    "by the index": lambda directory: foreignmodels.in_parts(directory) and directory / "model.safetensors.index.json",
 }
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_all_ways_to_store_a_model_are_read(exported, way):
+def test_every_storage_layout_is_read(exported, way):
     ours = tensors_in(exported.parent / "ours.safetensors")
-    assert same(tensors_in(brought_in(WAYS[way](exported) or exported)), ours)
-
-
-# Tokenizers
+    assert foreignmodels.same(tensors_in(brought_in(WAYS[way](exported) or exported)), ours)
 
 
 @pytest.mark.ci
 @needs_gpt2
-def test_the_tokenizer_of_gpt2_survives(tmp_path):
+def test_gpt2_tokenizer_survives_round_trip(tmp_path):
     theirs = tmp_path / "theirs"
     exported_model(theirs, {**SMALL, "vocab_size": 50257}, str(GPT2))
     config = json.loads((theirs / "config.json").read_text())
@@ -234,8 +211,7 @@ def test_the_tokenizer_of_gpt2_survives(tmp_path):
     assert fingerprint(load_tokenizer(str(theirs / "vocab.json"))) == GPT2_FINGERPRINT
 
 
-def test_tokenizers_that_transformers_lacks_come_back_to_us(tmp_path):
-    """None at all can be replaced by one that is named."""
+def test_own_tokenizers_survive_round_trip(tmp_path):
     for kind, *named in (("char",), ("word",), (None, "byte")):
         (theirs := tmp_path / str(kind) / "theirs").parent.mkdir()
         exported_model(theirs, {**SMALL, "vocab_size": 256}, kind)
@@ -243,7 +219,7 @@ def test_tokenizers_that_transformers_lacks_come_back_to_us(tmp_path):
         assert read_description(brought_in(theirs, *named)).tokenizer.kind == (kind or "byte")
 
 
-def test_tokenizers_that_do_not_fit_or_are_foreign(exported):
+def test_unusable_tokenizers_are_reported(exported):
     with complains("vocabulary of 77, too small for its tokenizer of 256 entries"):
         brought_in(exported, "byte")
     (exported / "tokenizer.json").write_text('{"model": {"type": "Unigram", "vocab": []}}')
@@ -253,7 +229,7 @@ def test_tokenizers_that_do_not_fit_or_are_foreign(exported):
 
 
 @pytest.mark.parametrize("family", TOKENIZERS)
-def test_a_model_keeps_its_tokenizer_and_template_on_all_ways(family, tmp_path):
+def test_tokenizer_and_template_survive_exports(family, tmp_path):
     folder, ours, again = tmp_path / "theirs", tmp_path / "imported.safetensors", tmp_path / "exported"
     exported_model(folder, CHATTY, tokenizer=None)
     known = write_family(folder, family, chat_template=TEMPLATE, eos_token=(end := ENDS[family]))
@@ -268,7 +244,7 @@ def test_a_model_keeps_its_tokenizer_and_template_on_all_ways(family, tmp_path):
     quantize(ours, tmp_path / "int8.safetensors")
     for path in (brought_in(again), tmp_path / "int8.safetensors"):
         assert read_description(path).tokenizer.to_json() == kept.to_json()
-    if family == "tinyllama":  # a prompt begins as its tokenizer says
+    if family == "tinyllama":  # its tokenizer adds a start token
         how = ("infer", "--weights", ours, "--max-new-tokens", "4", "--json", "--prompt", "The lamp")
         found = json.loads(done(*how, "--logprobs", "0", "--prompt-logprobs"))
         assert found["prompt"] == "The lamp" and kept.first == (1,)
@@ -276,7 +252,7 @@ def test_a_model_keeps_its_tokenizer_and_template_on_all_ways(family, tmp_path):
 
 
 @pytest.mark.parametrize("family", TOKENIZERS)
-def test_tokenizers_come_back_from_gguf_with_their_chat_templates(tmp_path, family):
+def test_gguf_keeps_tokenizers_and_templates(tmp_path, family):
     ours = tokenizer_like(family)
     found = read_description(there_and_back(with_tokenizer(tmp_path / "ours.safetensors", ours))).tokenizer
     spelled = "".join(ours.specials) + " <think> Ünïcode 1234567\n\n\t" + TEXT
@@ -289,8 +265,8 @@ def test_tokenizers_come_back_from_gguf_with_their_chat_templates(tmp_path, fami
 
 
 @pytest.mark.parametrize("kind", ["byte", "bpe"])
-def test_our_own_tokenizers_come_back_from_gguf(tmp_path, kind):
-    """A byte that no text has is the end of texts: llama.cpp takes token 11 where a file names none."""
+def test_gguf_keeps_own_tokenizers(tmp_path, kind):
+    """A byte that no text has ends text, because llama.cpp defaults to token 11."""
     ours = small() if kind == "bpe" else load_tokenizer("byte", "")
     path = with_tokenizer(tmp_path / "ours.safetensors", ours)
     assert read_description(there_and_back(path)).tokenizer.to_json() == ours.to_json()
@@ -298,8 +274,6 @@ def test_our_own_tokenizers_come_back_from_gguf(tmp_path, kind):
     ends = {metadata[f"tokenizer.ggml.{name}_token_id"] for name in ("eos", "bos")}
     assert ends == {0xFF if kind == "byte" else ours.separator}
 
-
-# What a format cannot hold
 
 _MODERN = {**MODERN, "n_embd": 12}
 UNHELD = [
@@ -312,7 +286,7 @@ UNHELD = [
         ({"embed_norm": True}, "GPT-2", "embed_norm"),
         ({"n_kv_head": 1}, "GPT-2", "n_kv_head"),
         (_MODERN | {"qk_norm": True}, "qk_norm"),
-        (QWEN3 | {"n_embd": 12, "qkv_bias": True}, "Qwen 3", "qkv_bias=True"),
+        (foreignmodels.QWEN3 | {"n_embd": 12, "qkv_bias": True}, "Qwen 3", "qkv_bias=True"),
         ({"head_dim": 4}, "GPT-2", "head_dim"),
         ({"bias": False, "qkv_bias": True}, "GPT-2", "qkv_bias=True"),
         (_MODERN | {"value_embeddings": True}, "Llama", "value_embeddings"),
@@ -333,15 +307,14 @@ UNHELD = [
 
 
 @pytest.mark.parametrize(("form", "of", "words"), UNHELD)
-def test_settings_that_a_format_lacks_are_named(form, of, words, tmp_path):
+def test_unsupported_settings_are_named(form, of, words, tmp_path):
     random_model(tmp_path / "ours.safetensors", of)
     with complains(*words, kind=UsageError):
         EXPORT[form](tmp_path / "ours.safetensors", tmp_path / "theirs", "float32")
     assert not (tmp_path / "theirs").exists()
 
 
-def test_tokenizers_that_gguf_cannot_hold_are_named(tmp_path):
-    """Of words, which cannot encode every text, and merges that scores cannot say."""
+def test_tokenizers_unsupported_by_gguf_are_named(tmp_path):
     learned = of_sentencepiece()
     learned["model"]["merges"].pop(7)
     for tokenizer, words in (
@@ -353,10 +326,7 @@ def test_tokenizers_that_gguf_cannot_hold_are_named(tmp_path):
             export_gguf(path, tmp_path / "m.gguf", "float32")
 
 
-# Where they write: never over anything, never half, and found out before the work
-
-
-def test_commands_name_the_import(tmp_path):
+def test_commands_suggest_weights_import(tmp_path):
     ours, path = tmp_path / "ours.safetensors", tmp_path / "m.gguf"
     random_model(ours, LLAMA)
     export = ["weights", "export", ours, "--out"]
@@ -368,7 +338,7 @@ def test_commands_name_the_import(tmp_path):
     refused(inside(*export, path), 2, "already exists")
 
 
-def test_an_export_needs_an_empty_place_and_an_intact_model(exported):
+def test_export_needs_empty_directory_and_valid_model(exported):
     ours, empty, new = (exported.parent / name for name in ("ours.safetensors", "empty", "new"))
     before = {path: path.read_bytes() for path in exported.iterdir()}
     with complains(exported, "not an empty directory", kind=UsageError):
@@ -386,7 +356,7 @@ def test_an_export_needs_an_empty_place_and_an_intact_model(exported):
     assert not new.exists()
 
 
-def test_where_an_import_cannot_be_written_is_found_out_before_anything_is_read(tmp_path):
+def test_import_checks_its_output_first(tmp_path):
     (file := tmp_path / "file").touch()
     for out, kind, words in (
         (tmp_path / "w.safetensors", StorageError, "no model: No such file"),
@@ -400,7 +370,7 @@ def test_where_an_import_cannot_be_written_is_found_out_before_anything_is_read(
 
 
 @pytest.mark.ci
-def test_a_killed_export_leaves_no_directory(tmp_path):
+def test_killed_export_leaves_no_directory(tmp_path):
     ours, theirs = tmp_path / "ours.safetensors", tmp_path / "theirs"
     random_model(ours, {**SMALL, "vocab_size": 60_000, "n_embd": 90})
     process = popen("weights", "export", ours, "--out", theirs)
@@ -413,7 +383,7 @@ def test_a_killed_export_leaves_no_directory(tmp_path):
     assert not found[0].exists()
 
 
-def test_a_refused_export_names_presets_that_can_be_exported():
+def test_export_error_names_exportable_presets():
     for name in EXPORTABLE:
         assert family_in_gguf(preset(name).model, name) in FAMILIES
     for family in (family_for, family_in_gguf):

@@ -1,5 +1,3 @@
-"""Our models in llama.cpp: the same blocks, scores, text, tokens and perplexity."""
-
 import json
 import subprocess
 from pathlib import Path
@@ -35,7 +33,7 @@ def llama_cpp(*jobs):
     return json.loads(said.stdout.splitlines()[-1])
 
 
-def test_blocks_are_theirs_to_the_bit(tmp_path):
+def test_blocks_match_llama_cpp_bitwise(tmp_path):
     draw, jobs = np.random.default_rng(0), []
     for name, number in NUMBERS.items():
         kind = TYPES[number]
@@ -59,7 +57,7 @@ def test_blocks_are_theirs_to_the_bit(tmp_path):
         assert np.array_equal(ours.reshape(-1), np.load(tmp_path / f"{name}.x.npy").reshape(-1)), name
 
 
-def test_every_family_has_the_same_scores_and_text(tmp_path):
+def test_families_match_llama_cpp(tmp_path):
     jobs, draw = [], np.random.default_rng(3)
     for name in HELD:
         path, file = tmp_path / f"{name}.safetensors", str(tmp_path / f"{name}.gguf")
@@ -74,14 +72,13 @@ def test_every_family_has_the_same_scores_and_text(tmp_path):
         model = distgpt.load(tmp_path / f"{name}.safetensors")
         ours, theirs = model.logits(np.load(tmp_path / f"{name}.npy")), np.load(tmp_path / f"{name}.out.npy")
         worst = np.abs(ours - theirs).max() / max(1, np.abs(theirs).max())
-        print(f"{name}: scores differ by {worst:.1e} at most")
         # llama.cpp looks up GELU in a table of float16
         assert worst < (2e-3 if SHAPES[name].get("positions") != "rope" else 1e-4), name
         assert model.generate([1, 2, 3], len(written[name]), temperature=0) == written[name], name
 
 
 def perplexity(scores, tokens):
-    """Of the tokens of each row behind the first."""
+    """Return the perplexity of each row's tokens after the first."""
     scores = scores[:, :-1].astype(np.float64)
     scores -= scores.max(-1, keepdims=True)
     logs = scores - np.log(np.exp(scores).sum(-1, keepdims=True))
@@ -89,9 +86,8 @@ def perplexity(scores, tokens):
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "q8_0", "q4_0"])
-def test_the_sample_model_is_the_same_there_in_every_type(tmp_path, dtype):
-    """llama.cpp rounds what it multiplies such weights with, too. So scores differ a little, and a text may
-    part ways where two tokens are nearly alike, unless the rounded weights lie there as float32."""
+def test_sample_model_matches_llama_cpp_in_every_type(tmp_path, dtype):
+    """llama.cpp also rounds activations, so scores differ slightly and greedy text may diverge, except in float32."""
     file, back, wide = tmp_path / "m.gguf", tmp_path / "back.safetensors", tmp_path / "wide.gguf"
     export_gguf(Path(SAMPLE), file, dtype)
     import_gguf(file, back, None)
@@ -108,18 +104,15 @@ def test_the_sample_model_is_the_same_there_in_every_type(tmp_path, dtype):
     model = distgpt.load(back)
     scores, theirs = model.logits(ids), np.load(tmp_path / "out.npy")
     written = model.generate(prompt, 100, temperature=0)
-    same = next((i for i in range(100) if direct[i] != written[i]), 100)
     agree = (scores.argmax(-1) == theirs.argmax(-1)).mean()
     here, there = perplexity(scores, ids), perplexity(theirs, ids)
-    print(f"{dtype}: perplexity {here:.5f} here, {there:.5f} there; {agree:.2%} of all tokens chosen are the")
-    print(f"same; the first {same} of 100 tokens written are")
     assert abs(here / there - 1) < 1e-3 and agree > 0.97
     assert widened == written
     assert dtype != "float32" or direct == written
 
 
-def test_files_that_llama_cpp_wrote_are_the_same_model_here(tmp_path):
-    """Within what llama.cpp's rounding of activations changes: less than 0.08 of the scores' deviation."""
+def test_requantized_files_match_llama_cpp(tmp_path):
+    """The tolerance for llama.cpp's rounding of activations is 0.08 of the scores' deviation."""
     of, mixtures = (shape(512, 64, 1, 4, 256, mlp_width=512, tied=False, **MODERN), ("Q4_K_M", "Q3_K_M", "Q5_1"))
     random_model(tmp_path / "ours.safetensors", of, None)
     export_gguf(tmp_path / "ours.safetensors", tmp_path / "m.gguf", "float32")
@@ -138,7 +131,7 @@ def test_files_that_llama_cpp_wrote_are_the_same_model_here(tmp_path):
 
 
 @pytest.mark.parametrize("kind", ["llama3", "qwen", "smollm2", "tinyllama", "mistral", "byte", "bpe"])
-def test_texts_become_the_same_tokens_there(tmp_path, kind):
+def test_llama_cpp_gives_equal_tokens(tmp_path, kind):
     own = {"byte": lambda: load_tokenizer("byte", ""), "bpe": small}
     tokenizer = own[kind]() if kind in own else tokenizer_like(kind)
     path, file = with_tokenizer(tmp_path / "ours.safetensors", tokenizer), tmp_path / "m.gguf"

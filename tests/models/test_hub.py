@@ -1,5 +1,3 @@
-"""Models from the Hugging Face Hub, by its own package from a server here: cut off, damaged, in parts."""
-
 import hashlib
 import json
 import sys
@@ -16,14 +14,12 @@ COMMIT = "0123456789abcdef" * 2 + "01234567"
 
 
 class Hub(BaseHTTPRequestHandler):
-    """Answers as the hub does for one repository, the files in `server.folder`."""
-
     protocol_version = "HTTP/1.1"
 
     def do_GET(self):
         with_body = self.command == "GET"
         name, files = self.path.split("?")[0].rsplit("/", 1)[1], self.server.folder
-        if self.path.startswith("/api/models/some/model/tree/"):  # which newer versions ask for
+        if self.path.startswith("/api/models/some/model/tree/"):  # requested by newer versions
             sizes = [{"path": path.name, "size": path.stat().st_size} for path in sorted(files.iterdir())]
             self.send(200, json.dumps([{**x, "type": "file", "oid": "0" * 40} for x in sizes]).encode(), with_body)
         elif self.path.startswith("/api/models/some/model/"):
@@ -66,7 +62,7 @@ class Hub(BaseHTTPRequestHandler):
 
 @pytest.fixture
 def hub(tmp_path):
-    """A server whose repository some/model is a Qwen 3 in parts; its `env` leads the hub's package there."""
+    """Serve a Qwen 3 in parts as some/model; `env` configures the hub's package for this server."""
     exported_model(tmp_path / "theirs", {**SHAPES["qwen 3"], "vocab_size": 150_000})
     in_parts(tmp_path / "theirs")
     (tmp_path / "theirs" / "pytorch_model.bin").write_bytes(b"a pickle")
@@ -85,7 +81,7 @@ def imported(hub, out, name="hub:some/model"):
 
 
 @pytest.mark.ci
-def test_a_model_comes_whole_though_the_connection_breaks_and_is_asked_for_once(hub, tmp_path):
+def test_interrupted_download_resumes(hub, tmp_path):
     part = max(hub.folder.iterdir(), key=lambda path: path.stat().st_size).name
     hub.cut[part] = 11 << 20  # the hub's package keeps whole pieces of 10 MB
     result = imported(hub, tmp_path / "back.safetensors")
@@ -100,7 +96,7 @@ def test_a_model_comes_whole_though_the_connection_breaks_and_is_asked_for_once(
 
 
 @pytest.mark.ci
-def test_a_file_that_came_damaged_is_refused_and_fetched_anew(hub, tmp_path):
+def test_corrupt_download_is_fetched_again(hub, tmp_path):
     part = next(hub.folder.glob("model-00002*")).name
     hub.damaged.add(part)
     refused(imported(hub, tmp_path / "back.safetensors"), 65, part, "does not match the hub's checksum", "again")
@@ -112,8 +108,8 @@ def test_a_file_that_came_damaged_is_refused_and_fetched_anew(hub, tmp_path):
 
 
 @pytest.mark.ci
-def test_a_batch_script_s_tokenizer_is_fetched_before_the_job_waits(hub, tmp_path):
-    """So that a node without a network has it in $HF_HOME; what cannot be fetched is refused as by train."""
+def test_submit_fetches_tokenizer_before_queueing(hub, tmp_path):
+    """A node without a network then has it in $HF_HOME."""
     (tmp_path / "texts").mkdir()
     (tmp_path / "texts" / "a.txt").write_text("some text")
     words = ["submit", "--system", "slurm", "--time", "1h", "--", "train", "--data", "texts", "--tokenizer"]
@@ -121,10 +117,10 @@ def test_a_batch_script_s_tokenizer_is_fetched_before_the_job_waits(hub, tmp_pat
     assert result.returncode == 0 and "#SBATCH" in result.stdout, result.stderr
     away = {**hub.env, "HF_ENDPOINT": "http://127.0.0.1:1"}
     hub.asked.clear()
-    for env in (hub.env, away):  # from the cache
+    for env in (hub.env, away):  # both use the cache
         there = distgpt("tokenizer", "info", "hub:some/model", cwd=tmp_path, env=env)
         assert there.returncode == 0 and hub.asked == [], there.stderr
-    (hub.folder / "tokenizer.json").unlink()  # then vocab.json and merges.txt are
+    (hub.folder / "tokenizer.json").unlink()  # vocab.json and merges.txt are fetched instead
     other = {**hub.env, "HF_HOME": str(tmp_path / "other")}
     found = distgpt("tokenizer", "info", "hub:some/model", cwd=tmp_path, env=other)
     assert found.returncode == 0 and [name for name, _ in hub.asked] == ["merges.txt", "vocab.json"]
@@ -138,7 +134,7 @@ FOUND += "; print(of(Path('hub:some/model')))"
 
 
 @pytest.mark.slow
-def test_other_commands_take_a_name_of_the_hub_which_is_fetched_once(hub, tmp_path):
+def test_hub_names_are_fetched_once(hub, tmp_path):
     env = {**hub.env, "XDG_CACHE_HOME": str(tmp_path / "kept")}
     for _ in range(2):
         result = distgpt(program=[sys.executable, "-c", FOUND], env=env)

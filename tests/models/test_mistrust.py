@@ -1,10 +1,9 @@
-"""Models of others that lie or are damaged: one line names what is wrong, nothing is written, memory stays small."""
-
 import os
 import struct
 import tracemalloc
 from dataclasses import replace
 
+import foreignmodels
 import numpy as np
 import pytest
 from complaints import complains
@@ -15,22 +14,14 @@ from distgpt.models.formats.families import Settings, recognised
 from distgpt.models.formats.gguf.container import read_container
 from distgpt.models.formats.gguf.transfer import export_gguf, import_gguf
 from distgpt.models.formats.huggingface import import_model
-from foreignmodels import (
-    SHAPES,
-    change_json,
-    exported,  # noqa: F401
-    in_parts,
-    llama,  # noqa: F401
-    random_model,
-    rewritten,
-    tensors_in,
-    write_index,
-)
+from foreignmodels import SHAPES, change_json, in_parts, random_model, rewritten, tensors_in, write_index
 from gguffiles import LLAMA, front, rewritten_gguf, tensor, text
 from hypothesis import given
 from hypothesis import strategies as st
 
 from conftest import inside
+
+exported, llama = foreignmodels.exported, foreignmodels.llama  # fixtures
 
 
 def check_refused(source, *words):
@@ -40,7 +31,7 @@ def check_refused(source, *words):
     assert not list(directory.parent.glob("*back*"))
 
 
-# Changes of config.json, and what the message names.
+# Changes of config.json, and words of the error.
 OF_GPT2 = [
     ({"model_type": "opt"}, "'opt'", "'gpt2', 'llama', 'mistral', 'qwen2' and 'qwen3'"),
     ({"activation_function": "gelu"}, "'gelu'", "gelu_new"),
@@ -82,7 +73,7 @@ OF_LLAMA = [
 
 
 @pytest.mark.parametrize(("model", "refusals"), [("exported", OF_GPT2), ("llama", OF_LLAMA)])
-def test_a_configuration_that_is_not_ours_is_refused(model, refusals, request):
+def test_unsupported_config_is_rejected(model, refusals, request):
     directory = request.getfixturevalue(model)
     intact = (directory / "config.json").read_text()
     for changes, *words in refusals:
@@ -108,7 +99,7 @@ WINDOWS = [
     (("mistral", {"sliding_window": 0}), "sliding_window must"),
     (("qwen2", {}), [0, 0, 0]),
     (("qwen2", {"sliding_window": 13, "use_sliding_window": False}), [0, 0, 0]),
-    (("qwen2", {"sliding_window": 13, "use_sliding_window": True}), [0, 0, 0]),  # from layer 28 on
+    (("qwen2", {"sliding_window": 13, "use_sliding_window": True}), [0, 0, 0]),  # starts at layer 28
     (("qwen2", {"sliding_window": 13, "use_sliding_window": True, "max_window_layers": 0}), [13, 13, 13]),
     (("qwen2", {"sliding_window": 13, "use_sliding_window": True, "max_window_layers": 1}), "counted from the last"),
     (("qwen2", {"sliding_window": 9000, "use_sliding_window": True, "max_window_layers": 1}), [0, 0, 0]),
@@ -126,7 +117,7 @@ WINDOWS = [
 
 
 @pytest.mark.parametrize(("asked", "expected"), WINDOWS)
-def test_windows_of_attention_are_read_or_refused(asked, expected):
+def test_attention_windows_are_read_or_rejected(asked, expected):
     values = {"model_type": asked[0], "max_position_embeddings": 8192, "num_hidden_layers": 3, **asked[1]}
     if isinstance(expected, str):
         with complains("there: ", expected):
@@ -135,13 +126,13 @@ def test_windows_of_attention_are_read_or_refused(asked, expected):
         assert recognised(Settings(values, "there"))[1].windows == expected
 
 
-def test_a_window_as_long_as_the_context_is_kept_for_longer_ones():
+def test_window_of_context_length_is_kept():
     values = {"model_type": "mistral", "max_position_embeddings": 8192, "sliding_window": 8192}
     config = recognised(Settings(values, "there"))[1]
     assert not any(config.windows) and all(replace(config, seq_len=16384).windows)
 
 
-def test_a_directory_without_a_model_is_refused_with_the_way_out(exported):
+def test_missing_model_is_reported_with_a_fix(exported):
     (exported / "model.safetensors").rename(exported / "other.safetensors")
     check_refused(exported, "has neither model.safetensors nor model.safetensors.index.json")
     for name in ("pytorch_model.bin", "model.pt"):
@@ -160,7 +151,7 @@ def with_nan(tensors):
     tensors["transformer.h.1.attn.c_attn.weight"][3, 3] = np.nan
 
 
-def test_other_and_damaged_tensors_are_refused(exported):
+def test_invalid_tensors_are_rejected(exported):
     path = exported / "model.safetensors"
     intact, lost = path.read_bytes(), "h.1.mlp.c_proj.bias"
     for change, *words in (
@@ -183,7 +174,7 @@ def test_other_and_damaged_tensors_are_refused(exported):
     check_refused(exported, "wpe.weight is I32")
 
 
-def test_an_index_that_does_not_fit_its_files_or_leads_outside_is_refused(exported):
+def test_invalid_index_is_rejected(exported):
     mapping = in_parts(exported)
     name = "transformer.wte.weight"
     other = next(file for file in set(mapping.values()) if file != mapping[name])
@@ -195,14 +186,12 @@ def test_an_index_that_does_not_fit_its_files_or_leads_outside_is_refused(export
     ):
         write_index(exported, wrong)
         check_refused(exported, words)
-    # A tensor in two files, under names that differ by the prefix, so that the index can list both.
+    # A tensor in two files. The names differ by the prefix, so that the index can list both.
     tensors = tensors_in(exported / other) | {"wte.weight": np.zeros(15, np.float32)}
     write_tensors(exported / other, tensors, {"format": "pt"})
     write_index(exported, mapping | {"wte.weight": other})
     check_refused(exported, "'wte.weight'", "duplicate")
 
-
-# GGUF
 
 ALIGNED = text(b"general.alignment") + struct.pack("<II", 4, 0)
 HUGE, ONE, KEY = 1 << 40, front(values=1), front(values=1) + text(b"k")
@@ -236,7 +225,7 @@ FRONTS = {
 
 
 @pytest.mark.parametrize("name", FRONTS)
-def test_what_a_file_claims_is_held_against_its_size(tmp_path, name):
+def test_gguf_claims_are_checked_against_its_size(tmp_path, name):
     content, complaint = FRONTS[name]
     (path := tmp_path / "m.gguf").write_bytes(content)
     tracemalloc.start()
@@ -270,8 +259,8 @@ def is_refused(path, *words):
 
 
 @given(st.data())
-def test_damage_is_refused_or_read_without_harm(sound, data):
-    """A file that lost its end is always refused; one with another byte, if it is, in one line."""
+def test_corrupt_gguf_fails_harmlessly(sound, data):
+    """A truncated file is always rejected; a changed byte may be, with a short message."""
     content = bytearray(sound.read_bytes())
     begin = next(iter(sorted(entry.start for entry in read_container(sound).tensors.values())))
     (damaged := sound.with_name("damaged.gguf")).write_bytes(content[: data.draw(st.integers(0, len(content) - 1))])
@@ -313,7 +302,7 @@ CHANGES = {
 
 
 def changed(path, changes):
-    """Set values of the metadata, or tensors; None takes them out."""
+    """Set metadata or tensors; None removes them."""
 
     def change(metadata, tensors):
         for name, value in changes.items():
@@ -326,20 +315,20 @@ def changed(path, changes):
 
 
 @pytest.mark.parametrize("name", CHANGES)
-def test_a_model_in_gguf_that_is_none_of_ours_is_refused(model, name):
+def test_unsupported_gguf_model_is_rejected(model, name):
     changes, *words = CHANGES[name]
     changed(model, changes)
     is_refused(model, *words)
 
 
-def test_a_window_of_attention_is_that_of_all_layers(model):
+def test_gguf_window_applies_to_all_layers(model):
     changed(model, {"llama.attention.sliding_window": 8})
     import_gguf(model, model.with_name("o.safetensors"), "byte")
     assert set(read_description(model.with_name("o.safetensors")).run.model.windows) == {8}
 
 
 @pytest.mark.parametrize("dtype", ["q8_0", "q4_0", "bfloat16"])
-def test_values_that_are_not_finite_are_refused_in_every_type(tmp_path, sound, dtype):
+def test_nonfinite_gguf_values_are_rejected(tmp_path, sound, dtype):
     export_gguf(sound.with_name("ours.safetensors"), path := tmp_path / "m.gguf", dtype)
     content = bytearray(path.read_bytes())
     start = read_container(path).tensors["blk.0.attn_v.weight"].start
@@ -353,10 +342,10 @@ def test_values_that_are_not_finite_are_refused_in_every_type(tmp_path, sound, d
     [
         {"tensor rope_freqs.weight": np.array([8.5, 8, 8], np.float32)},
         {"tensor rope_freqs.weight": np.full((3, 1), 8, np.float32)},
-        {"llama.rope.scaling.type": "linear"},  # two ways at once
+        {"llama.rope.scaling.type": "linear"},  # conflicts with the factors
     ],
 )
-def test_factors_of_rope_must_be_those_of_llama_3(tmp_path, changes):
+def test_rope_factors_must_match_llama_3(tmp_path, changes):
     random_model(tmp_path / "ours.safetensors", SHAPES["llama 3"])
     export_gguf(tmp_path / "ours.safetensors", tmp_path / "m.gguf", "float32")
     changed(tmp_path / "m.gguf", changes)
@@ -377,7 +366,7 @@ TOKENIZERS = {
 
 
 @pytest.mark.parametrize("name", TOKENIZERS)
-def test_a_model_comes_without_a_tokenizer_that_cannot_be_used(model, name):
+def test_unusable_gguf_tokenizer_is_dropped(model, name):
     changed(model, {k if "." in k else f"tokenizer.ggml.{k}": value for k, value in TOKENIZERS[name].items()})
     notes = []
     said = import_gguf(model, model.with_name("o.safetensors"), None, notes.append)

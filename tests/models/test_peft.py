@@ -1,5 +1,3 @@
-"""Adapters of PEFT in and out: the same scores and gradients there, and what is refused."""
-
 import json
 import shutil
 
@@ -35,11 +33,10 @@ ADAPTERS = {
 
 
 def ignored(text):
-    """Notes are for people."""
+    """Ignore notes."""
 
 
 def written(path, weights, matrices="all"):
-    """A random adapter of ours."""
     model = read_description(weights).run.model
     train = TrainConfig(init=str(weights), lora_rank=3, lora_alpha=5.0, lora_matrices=matrices)
     run, draw = RunConfig(model, train), np.random.default_rng(4)
@@ -54,15 +51,14 @@ def close(ours, theirs):
 
 @peer
 @pytest.mark.peer
-def test_peft_computes_the_same_with_our_adapters(tmp_path):
+def test_our_adapters_match_in_peft(tmp_path):
     jobs = []
     for name, matrices in {"odd": "all", "relu": "k,down", "llama, grouped": "all", "qwen 3": "q,v,gate"}.items():
         folder = tmp_path / name
         random_model(weights := tmp_path / f"{name}.safetensors", SHAPES[name])
         export_model(weights, folder, "float32")
-        export_adapter(
-            written(tmp_path / f"{name}.adapter", weights, matrices), tmp_path / f"{name}.peft", "float32", ignored
-        )
+        own = written(tmp_path / f"{name}.adapter", weights, matrices)
+        export_adapter(own, tmp_path / f"{name}.peft", "float32", ignored)
         tokens = some_tokens(tmp_path / f"{name}.npy", SHAPES[name]["vocab_size"], SHAPES[name]["seq_len"])
         jobs.append(["adapted", str(folder), f"{folder}.peft", tokens, f"{folder}.npz"])
     transformers(*jobs)
@@ -73,7 +69,7 @@ def test_peft_computes_the_same_with_our_adapters(tmp_path):
 
 @peer
 @pytest.mark.peer
-def test_distgpt_computes_the_same_with_theirs_and_so_are_the_gradients(tmp_path):
+def test_peft_adapters_match_with_gradients(tmp_path):
     jobs, tokens = [], some_tokens(tmp_path / "tokens.npy", V, LONG)
     for name, settings in ADAPTERS.items():
         folder, theirs = str(tmp_path / name), str(tmp_path / f"{name}.peft")
@@ -87,7 +83,7 @@ def test_distgpt_computes_the_same_with_theirs_and_so_are_the_gradients(tmp_path
         import_model(str(folder), weights, None)
         import_adapter(f"{folder}.peft", weights, adapter, ignored)
         close(distgpt.load(weights, adapter=adapter).logits(np.load(tokens)), expected["logits"])
-        if name in ("gpt2", "llama 3"):  # with one rank and one scale for all
+        if name in ("gpt2", "llama 3"):  # these have one rank and one scale
             _check_gradients(weights, adapter, Foreign(folder).family, np.load(tokens), expected)
 
 
@@ -105,7 +101,7 @@ def _check_gradients(weights, adapter, family, tokens, expected):
         if own:
             module = PREFIX + family.full_name(mapping.theirs).removesuffix(".weight")
             a, b = (expected[f"{module}.lora_{side}.default.weight"] for side in "AB")
-            # Where theirs is several of ours, each has an A of its own, which began as theirs.
+            # If their matrix is split into several, each has its own A, initialized from theirs.
             found = sum(model.grads[f"{each.name}.lora_a"] for each in own)
             np.testing.assert_allclose(found, a, atol=1e-4 * np.abs(a).max())
             found = np.concatenate([model.grads[f"{each.name}.lora_b"] for each in own])
@@ -114,13 +110,12 @@ def _check_gradients(weights, adapter, family, tokens, expected):
 
 @pytest.fixture
 def saved(tmp_path):
-    """A model, and an adapter of ours as PEFT keeps it."""
     random_model(weights := tmp_path / "w.safetensors", SHAPES["llama"])
     export_adapter(written(tmp_path / "a.safetensors", weights), tmp_path / "peft", "float32", ignored)
     return weights, tmp_path / "peft"
 
 
-def test_an_adapter_comes_back_as_it_was(saved, tmp_path):
+def test_adapter_round_trips(saved, tmp_path):
     weights, folder = saved
     done("weights", "import", folder, "--weights", weights, "--out", tmp_path / "b.safetensors")
     assert same(*(tensors_in(tmp_path / f"{name}.safetensors") for name in "ab"))
@@ -130,8 +125,8 @@ def test_an_adapter_comes_back_as_it_was(saved, tmp_path):
         done("weights", "export", tmp_path / "a.safetensors", "--out", tmp_path / dtype, "--dtype", dtype)
 
 
-def test_alphas_are_those_of_the_ranks(tmp_path):
-    """Where one matrix there is several of ours, their ranks add up; the scale stays."""
+def test_alphas_follow_ranks(tmp_path):
+    """If their matrix is split into several, the ranks add up and the scale stays."""
     random_model(weights := tmp_path / "w.safetensors", SHAPES["odd"])
     export_adapter(written(tmp_path / "a.safetensors", weights), tmp_path / "peft", "float32", ignored)
     found = json.loads((tmp_path / "peft" / "adapter_config.json").read_text())
@@ -142,7 +137,7 @@ def test_alphas_are_those_of_the_ranks(tmp_path):
     assert found["lora_alpha"] == pytest.approx(found["r"] * 5 / 3)
 
 
-def test_what_cannot_be_held_is_refused(saved, tmp_path):
+def test_invalid_peft_adapters_are_rejected(saved, tmp_path):
     weights, folder = saved
     ask = ["weights", "import", folder, "--out", tmp_path / "b.safetensors"]
     refused(inside(*ask), 2, "--weights")
@@ -179,7 +174,7 @@ def test_what_cannot_be_held_is_refused(saved, tmp_path):
         changed = {n: x for n, x in {**tensors, name: change}.items() if x is not None}
         write_tensors(path, changed, {})
         refused(inside(*ask, "--weights", weights), 65, path)
-    # Finite, but not what comes of them: then the model's file is not to be blamed.
+    # The adapter is finite but its products are not, so the error must not name the model's file.
     write_tensors(path, {name: np.full_like(array, 3e38) for name, array in tensors.items()}, {})
     huge = tmp_path / "huge.safetensors"
     done("weights", "import", folder, "--out", huge, "--weights", weights)

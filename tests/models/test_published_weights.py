@@ -1,5 +1,3 @@
-"""Models as transformers stores them give the scores of the formulas in test_model.py."""
-
 import json
 from dataclasses import replace
 
@@ -12,7 +10,7 @@ from distgpt.models.formats.huggingface import import_model
 
 from models import plain_logits
 
-V, T, L, H, C, F = 37, 9, 2, 3, 12, 20  # the width of the MLP is no multiple of C
+V, T, L, H, C, F = 37, 9, 2, 3, 12, 20  # F is not a multiple of C
 GPT2 = {"model_type": "gpt2", "n_layer": L, "n_head": H, "n_embd": C, "vocab_size": V, "n_positions": T}
 GPT2 |= {"n_inner": F, "layer_norm_epsilon": 1e-3, "activation_function": "gelu_new"}
 LLAMA = {"model_type": "llama", "num_hidden_layers": L, "num_attention_heads": H, "hidden_size": C}
@@ -21,8 +19,7 @@ LLAMA |= {"tie_word_embeddings": False, "hidden_act": "silu"}
 OURS = ModelConfig(vocab_size=V, seq_len=T, n_layer=L, n_head=H, n_embd=C, mlp_width=F, norm_eps=1e-3)
 MODERN = {"norm": "rmsnorm", "mlp": "swiglu", "positions": "rope", "bias": False, "tied": False}
 
-
-LAYER = {  # our tensors, their shapes as they are stored there, and names
+LAYER = {  # our tensors, stored shapes, published names
     "gpt2": (
         *((f"norm{i}", (C,), f"ln_{i}") for i in (1, 2)),
         *(("attn.qkv", (C, 3 * C), "attn.c_attn"), ("attn.proj", (C, C), "attn.c_proj")),
@@ -42,7 +39,7 @@ AROUND = {
 
 
 def tensors(kind, random):
-    """Theirs and ours. GPT-2's of linear layers are (inputs, outputs); one of ours holds several of Llama's."""
+    """Return theirs and ours. GPT-2 stores linear layers as (inputs, outputs); Llama splits some of ours."""
     prefix, blocks = {"gpt2": ("transformer.", "h"), "llama": ("model.", "layers")}[kind]
     layers = [*AROUND[kind]]
     for i in range(L):
@@ -60,7 +57,7 @@ def tensors(kind, random):
 
 
 @pytest.mark.parametrize("settings, different", [(GPT2, {}), (LLAMA, MODERN)], ids=["gpt2", "llama"])
-def test_scores_are_those_of_the_formula(settings, different, tmp_path):
+def test_published_weights_match_formulas(settings, different, tmp_path):
     random = np.random.default_rng(3)
     theirs, ours = tensors(settings["model_type"], random)
     write_tensors(tmp_path / "model.safetensors", theirs, {"format": "pt"})

@@ -15,12 +15,12 @@ class Mutation(NamedTuple):
 
 
 _WIRED = "assembly/test_wiring.py"
-_ON_RANKS = "corpora/test_shards.py -k what_one_process_does"
+_ON_RANKS = "corpora/test_shards.py -k match_one_process"
 _SYNCED = "core/base/test_files.py -k on_the_disk"
 _LOCAL = "parallel/test_local_steps.py"
 _SUMMED, _SAME_BITS = "parallel/test_gradsync.py", "parallel/test_same_bits.py"
 _IN_MEMORY = "parallel/test_node_memory.py"
-_OVERLAPPED = "gpu/test_gradsync_gpu.py -k overlapped_gives"
+_OVERLAPPED = "gpu/test_gradsync_gpu.py -k overlapped_matches"
 _LANES = "inference/test_lanes.py -k float32 or int8"
 _IN_ANY_ORDER = "inference/test_engine.py -k in_any_order"
 _SERVED, _STRAINED = "inference/test_serve.py", "inference/test_serve_limits.py"
@@ -253,7 +253,7 @@ _FAULTS = {
             "pass",
         ),
     ],
-    ("gpu/transport.py", "gpu/test_parts_between_gpus.py -k parts_are_summed"): [
+    ("gpu/transport.py", "gpu/test_gradsync_gpu.py -k parts_are_summed"): [
         (
             "what the last part has more is not summed",
             "self._ranks.reduce(at, at, count, kind, total, rank, self._stream)",
@@ -300,7 +300,7 @@ _FAULTS = {
     ("parallel/reductions.py", f"{_SUMMED} -k way"): [
         ("ranks add as they come", "sums.add_tree if by_twos else sums.add_parts", "sums.add_parts")
     ],
-    ("core/model/model.py", "gpu/test_gradsync_gpu.py -k saved_is"): [
+    ("core/model/model.py", "gpu/test_gradsync_gpu.py -k saves_and_resumes"): [
         (
             "a rank has other weights in full precision than it updates",
             "flat[start - begin : stop - begin]",
@@ -311,7 +311,7 @@ _FAULTS = {
         ("parts are added one by one", "level = ((part + 1) & -(part + 1))", "level = (1)"),
         ("units are rows of any rank", "rank * self.count + i, self._parts", "i, self._parts"),
     ],
-    ("parallel/sharded.py", "gpu/test_gradsync_gpu.py -k saved_is"): [
+    ("parallel/sharded.py", "gpu/test_gradsync_gpu.py -k saves_and_resumes"): [
         (
             "a checkpoint has weights that only other ranks have kept",
             "{OPTIMIZER: self.some(moments), **weights}",

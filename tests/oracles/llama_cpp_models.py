@@ -1,13 +1,11 @@
-"""Models as llama.cpp computes them: run in an interpreter that has llama_cpp and gguf, with a list of jobs
-as JSON.
+"""Compute with llama.cpp. Run in an interpreter that has llama_cpp and gguf, with a list of jobs as JSON.
 
-logits FILE TOKENS.npy OUT.npy  the scores behind every token of some sequences
-tokens FILE [texts] CHAT        their ids, where none spells a special token, and those of a chat, where they
-                                do; the end's id; the template
-tokens_after FILE [ids] COUNT   what it writes on, greedily
-requantised FILE KIND OUT       the file in another mixture of types
-restored KIND BLOCKS.npy OUT.npy  the floats that these bytes stand for
-quantised KIND X.npy OUT.npy    the bytes that stand for these floats
+logits FILE TOKENS.npy OUT.npy  scores after every token of some sequences
+tokens FILE [strings] CHAT      IDs of plain text; IDs of a chat with special tokens; the end's ID; the template
+tokens_after FILE [ids] COUNT   greedy continuation
+requantised FILE KIND OUT       convert the file to another mixture of types
+restored KIND BLOCKS.npy OUT.npy  dequantize blocks
+quantised KIND X.npy OUT.npy    quantize floats
 """
 
 import json

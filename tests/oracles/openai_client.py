@@ -1,7 +1,6 @@
-"""The official openai client against a server: openai_client.py ADDRESS [REQUESTS]; prints what it got as JSON.
+"""Call a server with the official openai client: openai_client.py ADDRESS REQUESTS; prints the answers as JSON.
 
-A request is "completions" or "chat", and a body. Of each: the answer, the pieces of a stream, or the client's error.
-Runs in a Python that has openai, and need not have distgpt.
+A request is "completions" or "chat", and a body. Runs in a Python that has openai; distgpt is not needed.
 """
 
 import json
@@ -24,9 +23,8 @@ def main():
     how = {"base_url": f"{sys.argv[1]}/v1", "max_retries": 0}
     client, stranger = (openai.OpenAI(api_key=key, **how) for key in ("s3cret", "wrong"))
     found = [answer(client, *asked) for asked in json.loads(sys.argv[2])]
-    left = client.completions.create(
-        model="sample", prompt="a", max_tokens=2000, stream=True, extra_body={"overflow": "shift"}
-    )
+    more = {"max_tokens": 2000, "stream": True, "extra_body": {"overflow": "shift"}}
+    left = client.completions.create(model="sample", prompt="a", **more)
     next(iter(left))
     left.close()
     wrong_key = answer(stranger, "completions", {"prompt": "a"})

@@ -1,13 +1,12 @@
-"""Models as transformers computes them: run in an interpreter that has it. A line is a list of jobs as JSON.
+"""Compute with transformers. Run in an interpreter that has it. Each input line is a list of jobs as JSON.
 
 make DIR SHARD {config}        a random model, saved in parts of at most SHARD
 logits DIR TOKENS.npy OUT.npy  its scores, in float32
-gradients DIR TOKENS.npy OUT.npz  those of the mean loss of each next token, by the names of parameters
-tokens DIR [texts]             their ids, what these decode to, and the ids that begin and end texts
-generate DIR PROMPT COUNT      what it writes on, greedily, with the tokenizer in DIR
-tokens_after DIR PROMPTS COUNT the same for lists of tokens, one by one
-adapt DIR OUT {settings}       a random adapter of PEFT beside the model
-adapted DIR ADAPTER TOKENS.npy OUT.npz  scores with it, and gradients of the mean loss by parameters
+gradients DIR TOKENS.npy OUT.npz  gradients of the mean loss by parameter names
+tokens DIR [strings]           IDs, decoded IDs, and the IDs that start and end text
+tokens_after DIR PROMPTS COUNT greedy continuations of lists of tokens
+adapt DIR OUT {settings}       a random PEFT adapter for the model
+adapted DIR ADAPTER TOKENS.npy OUT.npz  its scores, and gradients of the mean loss by parameter names
 """
 
 import json
@@ -49,14 +48,6 @@ def tokens(directory, texts):
     return ids, [tokenizer.decode(text) for text in ids], [tokenizer.bos_token_id, tokenizer.eos_token_id]
 
 
-def generate(directory, prompt, count):
-    tokenizer = AutoTokenizer.from_pretrained(directory)
-    model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
-    ids = tokenizer(prompt, return_tensors="pt").input_ids
-    new = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=count, do_sample=False)
-    return tokenizer.decode(new[0])
-
-
 def tokens_after(directory, prompts, count):
     model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
     how = {"max_new_tokens": count, "do_sample": False, "eos_token_id": -1}
@@ -91,6 +82,6 @@ def adapted(directory, adapter, tokens, out):
 
 
 answers = os.fdopen(os.dup(1), "w")
-os.dup2(2, 1)  # what the libraries print is no answer
+os.dup2(2, 1)  # libraries also print
 for line in sys.stdin:
     print(json.dumps([globals()[job](*arguments) for job, *arguments in json.loads(line)]), file=answers, flush=True)

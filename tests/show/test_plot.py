@@ -1,5 +1,3 @@
-"""Pictures of runs: what is drawn, where the file goes, and what is said where nothing can be drawn."""
-
 import json
 import shutil
 import struct
@@ -8,6 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from complaints import done
 from distgpt.core.base.errors import DataError, StorageError, UsageError
 from distgpt.show.plot import Curve, draw, plot, read_runs, short_names
 from distgpt.show.runs import list_runs
@@ -28,7 +27,6 @@ def run(folder, *lines, tail=""):
 
 
 def size(picture):
-    """Width and height in a PNG's header."""
     data = Path(picture).read_bytes()
     assert data[:8] == b"\x89PNG\r\n\x1a\n"
     return struct.unpack(">II", data[16:24])
@@ -39,18 +37,16 @@ def curve(folder, key):
     return dict(zip(found.steps.tolist(), found.values.tolist(), strict=True))
 
 
-def test_a_real_run_is_drawn_beside_its_metrics(trained, tmp_path):
+def test_plot_draws_a_real_run(trained, tmp_path):
     trained = shutil.copytree(trained, tmp_path / "run")
-    result = inside("plot", trained)
-    assert result.returncode == 0, result.stderr
-    assert result.stdout.strip() == str(trained / "curves.png")
+    assert done("plot", trained).strip() == str(trained / "curves.png")
     assert size(trained / "curves.png")[0] == 1800
     assert curve(trained, "loss") == {step: line["loss"] for step, line in metrics(trained).items()}
 
 
-def test_several_runs_go_into_one_picture_that_names_what_differs(tmp_path):
+def test_picture_of_two_runs_names_differences(tmp_path):
     paths = [run(tmp_path / name / "gpt2", line(1), line(2, val_loss=3.0)) for name in ("slow", "fast")]
-    title = "Two $runs$ 日本語 \udcff"  # letters without a picture are no reason for warnings
+    title = "Two $runs$ 日本語 \udcff"  # letters without a glyph cause no warnings
     drawn = inside("plot", *paths, "--out", "both.svg", "--title", title, "--x", "tokens", cwd=tmp_path)
     assert (drawn.returncode, drawn.stderr) == (0, "")
     text = (tmp_path / drawn.stdout.strip()).read_text()
@@ -73,14 +69,14 @@ LOOKS = [{}, {"log_loss": True}, {"axis": "time"}, {"axis": "tokens", "smooth": 
 
 @pytest.mark.ci
 @pytest.mark.filterwarnings("error")
-def test_odd_runs_are_drawn_too(tmp_path, monkeypatch):
+def test_odd_runs_are_drawn(tmp_path, monkeypatch):
     monkeypatch.setattr("distgpt.show.plot.DPI", 40)
     for (what, lines), look in zip(ODD.items(), cycle(LOOKS), strict=False):
         folder = run(tmp_path / what, *lines, tail='{"step": 2, "lo')
         assert size(plot([folder], None, **look))[0] == 360, what
 
 
-def test_time_and_tokens_reach_steps_that_were_not_recorded_or_are_not_known(tmp_path):
+def test_missing_times_and_tokens_are_interpolated(tmp_path):
     holes = [line(1, step_s=0.5), line(2, step_s=None, tokens=None), line(3, step_s=1.0)]
     found = read_runs([run(tmp_path / "holes", *holes)])[0]
     assert (60 * found.places("time", np.array([1, 3]))).tolist() == [0.5, 2.5]
@@ -92,7 +88,7 @@ def test_time_and_tokens_reach_steps_that_were_not_recorded_or_are_not_known(tmp
     assert found.places("tokens", steps).tolist() == [320, 640, 800, 960]
 
 
-def test_a_slow_first_step_and_a_fast_one_leave_room_for_the_rest(tmp_path):
+def test_outliers_do_not_set_the_speed_axis(tmp_path):
     lines = [line(step, tokens_per_s=1000.0) for step in range(3, 100)]
     folder = run(tmp_path / "run", line(1, tokens_per_s=1.0), line(2, tokens_per_s=1e6), *lines)
     speed = draw(read_runs([folder])).axes[-1]
@@ -100,7 +96,7 @@ def test_a_slow_first_step_and_a_fast_one_leave_room_for_the_rest(tmp_path):
     assert set(speed.lines[-1].get_ydata()[2:]) == {1000.0}
 
 
-def test_the_steep_start_is_cut_and_the_evaluation_before_it_not_joined(tmp_path):
+def test_steep_start_is_cut(tmp_path):
     evaluated = [{"step": step, "val_loss": 9.0 if step == 0 else 3.5} for step in (0, 50, 100)]
     steep = run(tmp_path / "steep", *evaluated, *map(line, range(1, 101)))
     loss = draw(read_runs([steep])).axes[0]
@@ -113,19 +109,14 @@ def test_the_steep_start_is_cut_and_the_evaluation_before_it_not_joined(tmp_path
     assert loss.get_ylim()[1] > 2.99 and loss.get_title() == "Loss (nats per token)"
 
 
-@pytest.mark.parametrize(
-    ("name", "out", "error", "named"),
-    [
-        ("missing", None, UsageError, "no run directory .*; to list the runs: .*distgpt runs "),
-        ("rum", None, UsageError, "no run directory .*; did you mean '.*run'"),
-        ("other", None, UsageError, "not a run directory and contains no runs; .*distgpt train"),
-        ("empty", None, UsageError, "no recorded steps"),
-        ("half", None, UsageError, "no recorded steps"),
-        ("run", "a.jpg", UsageError, "a.jpg"),
-        ("run", "no/a.png", StorageError, "no/a.png"),
-    ],
-)
-def test_what_cannot_be_drawn_or_written_is_named_and_leaves_nothing(name, out, error, named, tmp_path):
+@pytest.mark.parametrize(("name", "out", "error", "named"), [
+    ("missing", None, UsageError, "no run directory .*; to list the runs: .*distgpt runs "),
+    ("rum", None, UsageError, "no run directory .*; did you mean '.*run'"),
+    ("other", None, UsageError, "not a run directory and contains no runs; .*distgpt train"),
+    ("empty", None, UsageError, "no recorded steps"), ("half", None, UsageError, "no recorded steps"),
+    ("run", "a.jpg", UsageError, "a.jpg"), ("run", "no/a.png", StorageError, "no/a.png"),
+])  # fmt: skip
+def test_invalid_runs_and_outputs_are_named(name, out, error, named, tmp_path):
     (tmp_path / "other").mkdir()
     run(tmp_path / "empty")
     run(tmp_path / "half", tail='{"step": 1')
@@ -136,7 +127,7 @@ def test_what_cannot_be_drawn_or_written_is_named_and_leaves_nothing(name, out, 
     assert str(tmp_path / (out or name)) in str(refusal.value) and {*tmp_path.rglob("*")} == before
 
 
-def test_a_resumed_run_has_lost_what_came_after(tmp_path):
+def test_resumed_run_hides_overwritten_steps(tmp_path):
     before = [line(step, loss=1.0) for step in range(1, 9)]
     lines = [*before, {"step": 8, "val_loss": 1.5}, line(5, loss=2.0), line(6, loss=2.0)]
     folder = run(tmp_path / "run", *lines, {"step": 6, "val_loss": 2.5})
@@ -144,7 +135,7 @@ def test_a_resumed_run_has_lost_what_came_after(tmp_path):
     assert curve(folder, "val_loss") == {6: 2.5}
 
 
-def test_runs_are_ranked_by_validation_where_there_is_one(tmp_path):
+def test_runs_are_ranked_by_validation_loss(tmp_path):
     scored = {"a": [3.0, 2.5, 2.7], "b": [], "c": [2.0]}
     paths = [
         run(tmp_path / name, line(1), *({"step": step, "val_loss": loss} for step, loss in enumerate(losses, 2)))
@@ -156,7 +147,7 @@ def test_runs_are_ranked_by_validation_where_there_is_one(tmp_path):
     assert [text.get_text()[-9:] for text in legend.get_texts()[:2]] == ["val 2.000", "val 2.500"]
 
 
-def test_runs_with_different_tokenizers_are_compared_in_bits_per_byte(tmp_path):
+def test_mixed_tokenizers_are_compared_in_bits_per_byte(tmp_path):
     bits = {"loss": 1.5, "train_bits_per_byte": 1.0}, {"loss": 2.0, "train_bits_per_byte": 0.75}
     paths = [run(tmp_path / str(number), line(1, **each)) for number, each in enumerate(bits)]
 
@@ -171,7 +162,7 @@ def test_runs_with_different_tokenizers_are_compared_in_bits_per_byte(tmp_path):
     assert title == "Loss (bits per byte)" and drawn == [1.0, 0.75]
 
 
-def test_a_legend_has_the_last_loss_and_the_lowest_validation_that_runs_lists(tmp_path):
+def test_legend_shows_last_loss_and_best_validation(tmp_path):
     lines = [line(step, loss=4.0 - step / 50, train_bits_per_byte=8.0 - step / 25) for step in range(1, 101)]
     scored = {0: 1.2, 25: 2.5, 50: 1.5, 100: 2.25}
     measured = [
@@ -189,7 +180,7 @@ def test_a_legend_has_the_last_loss_and_the_lowest_validation_that_runs_lists(tm
     assert (found.loss, found.train_bits_per_byte) == (2.0, 4.0)
 
 
-def test_a_directory_of_runs_stands_for_all_that_have_begun(tmp_path, monkeypatch):
+def test_directory_plots_all_started_runs(tmp_path, monkeypatch):
     monkeypatch.setattr("distgpt.show.plot.DPI", 40)
     monkeypatch.chdir(tmp_path)
     for name in ("a", "deeper/b", "c"):
@@ -204,7 +195,7 @@ def test_a_directory_of_runs_stands_for_all_that_have_begun(tmp_path, monkeypatc
     assert plot([tmp_path / "runs" / "a"], None) == tmp_path / "runs" / "a" / "curves.png"
 
 
-def test_smoothing_keeps_lines_where_they_are_and_skips_what_is_no_number():
+def test_smoothing_keeps_lines_and_skips_nan():
     steps = np.arange(20)
     straight = Curve(steps, 3.0 * steps)
     assert np.allclose(straight.smoothed(5)[:18], straight.values[:18])
@@ -215,7 +206,7 @@ def test_smoothing_keeps_lines_where_they_are_and_skips_what_is_no_number():
     assert np.allclose(spike.smoothed(5, np.median), 2.0)
 
 
-def test_names_are_as_short_as_they_can_be_and_a_run_that_is_named_twice_is_drawn_once(tmp_path):
+def test_names_are_short_and_runs_unique(tmp_path):
     for paths, names in (("/a/b/c", "c"), ("/a/b /a/c", "b c"), ("/a/x/run /a/y/run /a/y/old", "x/run y/run y/old")):
         assert short_names(list(map(Path, paths.split()))) == names.split()
     folder = run(tmp_path / "run", line(1))
@@ -227,7 +218,7 @@ def test_names_are_as_short_as_they_can_be_and_a_run_that_is_named_twice_is_draw
     '{"step": 1, "loss": "2.0"}', '{"step": 1, "loss": true}', '{"step": 1, "loss": NaN}', '{"step": 1e400}',
     '{"step": 1, "step": 2}', "[]", "1", '{"step": null}', '{"loss": 1.0}', "[" * 5000 + "]" * 5000,
 ])  # fmt: skip
-def test_metrics_are_numbers_by_name(tmp_path, line):
+def test_invalid_metrics_are_rejected(tmp_path, line):
     (tmp_path / "metrics.jsonl").write_text('{"step": 0, "loss": 3.0}\n' + line + "\n")
     with pytest.raises(DataError, match="line 2"):
         read_runs([tmp_path])

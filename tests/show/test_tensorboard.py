@@ -1,5 +1,3 @@
-"""Events for TensorBoard, read back from their files the way TensorBoard reads them."""
-
 import struct
 import sys
 
@@ -11,7 +9,7 @@ pytest.importorskip("tensorboardX")
 
 
 def events(folder):
-    """All of them, file by file in the order of their names."""
+    """Yield all events, file by file in the order of names."""
     from tensorboardX.proto.event_pb2 import Event
 
     for path in sorted((folder / "tensorboard").glob("events.out.tfevents.*")):
@@ -25,7 +23,7 @@ def events(folder):
 
 
 def shown(folder):
-    """(tag, step, value) as TensorBoard shows them: a new start hides what is not before its step."""
+    """Return (tag, step, value) as TensorBoard shows them: a new start hides later steps."""
     from tensorboardX.proto.event_pb2 import SessionLog
 
     kept = []
@@ -43,7 +41,6 @@ def curve(folder, tag):
 
 
 def reported(folder, first, last, loss=2.0, sample=None):
-    """What a training run reports from one step to another."""
     board = TensorBoard()
     board.started({"directory": str(folder), "first_step": first - 1, "steps": 100})
     for step in range(first, last + 1):
@@ -58,7 +55,7 @@ def reported(folder, first, last, loss=2.0, sample=None):
     board.close()
 
 
-def test_every_measure_has_its_curve(tmp_path):
+def test_every_measure_has_a_curve(tmp_path):
     reported(tmp_path, 1, 8)
     assert curve(tmp_path, "loss/train") == dict.fromkeys(range(1, 9), 2.0)
     assert curve(tmp_path, "loss/validation") == {4: 3.0, 8: 3.0}
@@ -66,7 +63,7 @@ def test_every_measure_has_its_curve(tmp_path):
     assert {tag for tag, _, _ in shown(tmp_path)} == set(TAGS.values())
 
 
-def test_a_resumed_run_has_no_step_twice(tmp_path):
+def test_resumed_run_repeats_no_step(tmp_path):
     reported(tmp_path, 1, 8, loss=2.0)
     reported(tmp_path, 5, 6, loss=1.0)
     reported(tmp_path, 5, 12, loss=0.5)
@@ -75,20 +72,20 @@ def test_a_resumed_run_has_no_step_twice(tmp_path):
     assert curve(tmp_path, "loss/validation") == {4: 3.0, 8: 1.5, 12: 1.5}
 
 
-def test_samples_keep_their_line_breaks(tmp_path):
+def test_samples_keep_line_breaks(tmp_path):
     reported(tmp_path, 1, 2, sample="one\n\n  <b>two</b> ü")
     texts = [(step, value) for tag, step, value in shown(tmp_path) if tag.startswith("sample")]
     assert [step for step, _ in texts] == [2]
     assert texts[0][1].tensor.string_val[0].decode() == "    one\n    \n      <b>two</b> ü"
 
 
-def test_a_place_that_cannot_be_written_is_named(tmp_path):
+def test_unwritable_directory_is_named(tmp_path):
     (tmp_path / "tensorboard").write_text("a file")
     with pytest.raises(StorageError, match="tensorboard"):
         TensorBoard().started({"directory": str(tmp_path), "first_step": 0})
 
 
-def test_without_the_library_the_extra_is_named(monkeypatch):
+def test_missing_tensorboard_names_the_extra(monkeypatch):
     monkeypatch.setitem(sys.modules, "tensorboardX", None)
     with pytest.raises(UsageError, match=r"distgpt\[tensorboard\]"):
         TensorBoard()

@@ -1,5 +1,3 @@
-"""Narrow terminals, pipes and encodings: nothing is cut that matters, and nobody sees a character too few."""
-
 import io
 import os
 import re
@@ -26,7 +24,7 @@ def words(text):
     return " ".join(text.split())
 
 
-def test_summaries_of_commands_are_whole():
+def test_command_summaries_are_whole():
     for group in ([], ["data"], ["tokenizer"], ["weights"], ["bench"]):
         wide = words(inside(*group, "--help", env={"COLUMNS": "100"}).stdout.partition("Commands:")[2])
         text = inside(*group, "--help", env={"COLUMNS": "40"}).stdout.partition("Commands:")[2]
@@ -35,26 +33,21 @@ def test_summaries_of_commands_are_whole():
 
 
 @pytest.mark.ci
-def test_a_terminal_without_a_character_gets_a_question_mark():
+def test_unencodable_characters_become_question_marks():
     result = distgpt("doctor", env=ASCII, cold=True)
     assert result.returncode == 0 and result.stdout.isascii(), result.stdout
 
 
 FACTS = {"first_step": 0, "threads": 1, "held_out_tokens": 0, "parameters": 1, "vocabulary": 2}
 FACTS |= {"corpus_tokens": 3, "stage": "mpi", "ranks": 2, "directory": "runs/x"}
-
-
 BY_CLOCK = FACTS | {"steps": 777, "seconds": 180.0, "seconds_left": 108.4}
 
 
-@pytest.mark.parametrize(
-    "facts, said",
-    [
-        (FACTS | {"steps": 100_000}, ["step 99999/100000", "left --:--"]),
-        (BY_CLOCK, ["step 99999", "1:12 of 3:00", "left 1:4"]),
-    ],
-)
-def test_a_run_is_a_line_in_place_below_its_notes(monkeypatch, facts, said):
+@pytest.mark.parametrize("facts, said", [
+    (FACTS | {"steps": 100_000}, ["step 99999/100000", "left --:--"]),
+    (BY_CLOCK, ["step 99999", "1:12 of 3:00", "left 1:4"]),
+])  # fmt: skip
+def test_run_updates_one_line_below_its_notes(monkeypatch, facts, said):
     monkeypatch.setattr(sys, "stdout", out := io.StringIO())
     for width in (70, 120):
         monkeypatch.setenv("COLUMNS", str(width))
@@ -69,7 +62,7 @@ def test_a_run_is_a_line_in_place_below_its_notes(monkeypatch, facts, said):
         shown.close()
 
 
-def test_the_line_in_place_fits_a_terminal_that_shrinks(monkeypatch):
+def test_live_line_fits_shrinking_terminal(monkeypatch):
     monkeypatch.setattr(sys, "stdout", out := io.StringIO())
     monkeypatch.setattr(display, "SECONDS_IN_PLACE", 0.0)
     shown = Live()
@@ -88,19 +81,19 @@ def test_the_line_in_place_fits_a_terminal_that_shrinks(monkeypatch):
     ]
 
 
-def test_plain_lines_of_a_run_by_the_clock_count_down(capsys):
+def test_plain_lines_count_down(capsys):
     shown = Lines()
     shown.started(BY_CLOCK)
     shown.stepped({"step": 1, "loss": 2.5, "lr": 0.1, "grad_norm": 1.0, "tokens_per_s": 9.0, "step_s": 900.0})
     line = capsys.readouterr().out.splitlines()[-1]
     assert line.startswith("step   1  loss 2.5000  ") and line.endswith("1:12 of 3:00  left 1:48")
     more = {"loss": 2.4, "lr": 0.1, "grad_norm": 1.0, "tokens_per_s": 9.0, "step_s": 1.0}
-    shown.stepped({"step": 2, "elapsed_s": 73.0, **more})  # too soon for a line
+    shown.stepped({"step": 2, "elapsed_s": 73.0, **more})  # too early for a line
     shown.stepped({"step": 3, "elapsed_s": 180.0, **more})  # the last step
     assert [line.split()[1] for line in capsys.readouterr().out.splitlines()] == ["3"]
 
 
-def test_a_clock_never_shows_less_than_nothing(monkeypatch):
+def test_clock_never_shows_negative_time(monkeypatch):
     now = [100.0]
     monkeypatch.setattr(time, "monotonic", lambda: now[0])
     end = Remaining({"steps": 9, "seconds": 7500.0, "seconds_left": 7000.0})
@@ -111,7 +104,7 @@ def test_a_clock_never_shows_less_than_nothing(monkeypatch):
     assert (by_steps.left(0, 0.0), by_steps.left(5, 2.0), by_steps.elapsed()) == ("left --:--", "left 0:30", "")
 
 
-def test_the_time_left_is_known_from_the_third_step_on(capsys):
+def test_time_left_appears_at_the_third_step(capsys):
     shown = Lines(seconds=0.0)
     shown.started(FACTS | {"steps": 9})
     for step, seconds in enumerate((300.0, 100.0, 2.0, 2.0), 1):
@@ -122,19 +115,19 @@ def test_the_time_left_is_known_from_the_third_step_on(capsys):
 
 
 def events(text, choice=0):
-    """Those of a sample with this text, a token for each character."""
+    """Yield a sample's events, one token per character."""
     for i, character in enumerate(text):
         yield Event(0, choice, i, None, character, "length" if i + 1 == len(text) else None)
 
 
-def test_samples_are_printed_one_after_another(capsys):
+def test_samples_are_printed_in_order(capsys):
     one, two, three = (list(events(text, i)) for i, text in enumerate(("ab", "cd", "ef")))
     stream("x", [three[0], one[0], two[0], three[1], one[1], two[1]], 3)
     assert capsys.readouterr().out == "--- 1 of 3\nxab\n--- 2 of 3\nxcd\n--- 3 of 3\nxef\n"
 
 
 @pytest.mark.parametrize("terminal", [False, True])
-def test_answered_prompts_are_a_line_in_place_on_a_terminal_else_lines(monkeypatch, terminal):
+def test_prompt_progress_is_one_line_on_terminals(monkeypatch, terminal):
     monkeypatch.setattr(sys, "stderr", out := io.StringIO())
     monkeypatch.setattr(out, "isatty", lambda: terminal)
     monkeypatch.setattr(display, "SECONDS_BETWEEN_LINES", 0.0)
@@ -149,7 +142,7 @@ def test_answered_prompts_are_a_line_in_place_on_a_terminal_else_lines(monkeypat
     assert out.getvalue().count("\n") == (1 if terminal else 2)
 
 
-def test_a_models_text_is_harmless_on_a_terminal_and_raw_in_a_pipe(monkeypatch):
+def test_control_characters_are_replaced_only_on_terminals(monkeypatch):
     text = "\x1b[2J\x07\u202eb"
     for is_terminal, expected in ((True, "a\ufffd[2J\ufffd\ufffdb\n"), (False, "a\x1b[2J\x07\u202eb\n")):
         out = io.StringIO()
@@ -159,7 +152,7 @@ def test_a_models_text_is_harmless_on_a_terminal_and_raw_in_a_pipe(monkeypatch):
         assert out.getvalue() == expected
 
 
-def test_behind_a_launcher_a_pipe_ends_in_a_terminal(monkeypatch, capsys):
+def test_launcher_pipe_counts_as_terminal(monkeypatch, capsys):
     monkeypatch.setenv("PMI_SIZE", "2")
     stream("a", events("\x1b[2J"), 1)
     assert capsys.readouterr().out == "a\ufffd[2J\n"
@@ -167,7 +160,7 @@ def test_behind_a_launcher_a_pipe_ends_in_a_terminal(monkeypatch, capsys):
     assert "a\ufffd[2J" in capsys.readouterr().out
 
 
-def test_what_ends_a_text_early_is_said_on_a_line_of_its_own(monkeypatch):
+def test_interrupted_text_ends_its_line(monkeypatch):
     def interrupted():
         yield Event(0, 0, 1, None, "b", None)
         raise KeyboardInterrupt
@@ -178,10 +171,7 @@ def test_what_ends_a_text_early_is_said_on_a_line_of_its_own(monkeypatch):
     assert out.getvalue() == "ab\n"
 
 
-# Tables
-
-
-def test_a_table_for_the_terminal_is_aligned():
+def test_table_is_aligned():
     rows = [["serial", "41.2 s"], ["mpi, 2 ranks", "9.3 s"], ["名前", "\x1b[31m"], ["[b]short"]]
     assert terminal_table(["stage", "time"], rows).splitlines() == [
         "stage             time",
@@ -194,7 +184,7 @@ def test_a_table_for_the_terminal_is_aligned():
     assert terminal_table([], []) == ""
 
 
-def test_nothing_of_a_table_is_cut_however_narrow_the_terminal(monkeypatch):
+def test_narrow_table_loses_nothing(monkeypatch):
     head = ["stage", "memory", "why"]
     row = ["cuda", "1,234", "no NVIDIA driver was found: install one that knows the card, then CuPy for it"]
     for columns in (20, 40, 60, 100, 200):
@@ -205,15 +195,15 @@ def test_nothing_of_a_table_is_cut_however_narrow_the_terminal(monkeypatch):
         assert sorted(letters) == sorted("".join([*head, *row]).replace(" ", "")), columns
 
 
-def test_what_is_no_terminal_gets_tables_of_any_width(monkeypatch):
+def test_piped_table_has_any_width(monkeypatch):
     monkeypatch.delenv("COLUMNS", raising=False)
-    monkeypatch.setattr("distgpt.show.page.get_terminal_size", os.terminal_size)  # as of a pipe
+    monkeypatch.setattr("distgpt.show.page.get_terminal_size", os.terminal_size)  # the size of a pipe
     row = [f"{number:,}" for number in range(10**6, 10**6 + 20)]
     (line,) = terminal_table(["c"] * 20, [row]).splitlines()[2:]
     assert line.split() == row
 
 
-def test_blocks_on_a_terminal():
+def test_terminal_prints_tables_and_text():
     table = Table(["a", "b <x>"], [["1 & 2", "</td>"]], 'the "caption"', "the note")
     shown = terminal([table, Table(["none"], []), "equal"])
     assert shown.startswith('the "caption"\na') and shown.endswith("\n\nthe note\n\nequal")
@@ -221,7 +211,7 @@ def test_blocks_on_a_terminal():
 
 
 @pytest.mark.ci
-def test_nothing_is_loaded_that_draws_before_something_is_drawn():
+def test_plotting_libraries_load_lazily():
     script = """
 import sys
 import distgpt.show.page, distgpt.show.display, distgpt.commands.train, distgpt.commands.runs
