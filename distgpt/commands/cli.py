@@ -24,7 +24,7 @@ from distgpt.core.cpu.stages import connected
 # Commands in the order of use.
 COMMANDS = (
     *("train", "infer", "chat", "tune", "serve", "eval", "data", "tokenizer", "weights", "estimate"),
-    *("submit", "supervise", "runs", "plot", "compare", "replay", "sweep"),
+    *("submit", "supervise", "runs", "watch", "plot", "compare", "replay", "sweep"),
     *("profile", "bench", "doctor", "compile", "help"),
 )
 # Modules of the commands that have no module with their name.
@@ -33,7 +33,7 @@ FILES = {
     **dict.fromkeys(("infer", "chat", "serve", "eval"), "generate"),
     **dict.fromkeys(("data", "tokenizer", "weights"), "files"),
     **dict.fromkeys(("submit", "supervise"), "jobs"),
-    **dict.fromkeys(("plot", "compare", "replay"), "runs"),
+    **dict.fromkeys(("watch", "plot", "compare", "replay"), "runs"),
     **dict.fromkeys(("estimate", "profile", "sweep", "doctor", "compile"), "measure"),
 }
 # Commands that a launcher may start as multiple processes.

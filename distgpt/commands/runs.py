@@ -57,12 +57,36 @@ def plot(runs: tuple[Path, ...], **how: Any) -> None:
     RUN is a run directory or a directory of runs. [default: the newest run in runs]
     """
     from distgpt.show.plot import plot
+
+    print_lines(plot(runs or _newest(), **how))
+
+
+def _newest() -> tuple[Path, ...]:
+    """Return the newest run in runs that has recorded a step."""
     from distgpt.show.runs import list_runs
 
-    newest = [] if runs else [Path(run.path) for run in list_runs(Path("runs"), "when", False) if run.step]
-    if not runs and not newest:
+    newest = [Path(run.path) for run in list_runs(Path("runs"), "when", False) if run.step]
+    if not newest:
         raise UsageError(f"no run in runs has recorded a step; start one with {command_line('train')}")
-    print_lines(plot(runs or newest[:1], **how))
+    return (newest[0],)
+
+
+@command(example="distgpt watch --open")
+@click.argument("runs", nargs=-1, metavar="[RUN]...", type=PATH)
+@click.option("--port", type=click.IntRange(0, 65535), default=0, help="Port on 127.0.0.1. 0: a free one.")
+@click.option("--open", "is_opened", is_flag=True, help="Open the page in the browser.")
+@click.option("--html", type=PATH, help="Write the page to this file every 15 seconds, until all runs end.")
+def watch(runs: tuple[Path, ...], port: int, is_opened: bool, html: Path | None) -> None:
+    """Show runs on a web page as they train, until Ctrl-C.
+
+    RUN is a run directory or a directory of runs. [default: the newest run in runs]
+    """
+    if html and (port or is_opened):
+        raise UsageError("--html starts no server; omit --port and --open")
+    from distgpt.show.watch import serve_page, write_page
+
+    paths = runs or _newest()
+    write_page(paths, html) if html else serve_page(paths, port, is_opened)
 
 
 @command(example="distgpt compare runs/first runs/second")

@@ -67,11 +67,12 @@ class Curve(NamedTuple):
     def after(self, step: float) -> Curve:
         return Curve(self.steps[self.steps > step], self.values[self.steps > step])
 
-    def smoothed(self, count: int, average: Callable[[Array], Any] = np.mean) -> Array:
-        """Return the average of `count` neighbors of each value.
+    def smoothed(self, count: int | None = None, average: Callable[[Array], Any] = np.mean) -> Array:
+        """Return the average of `count` neighbors of each value. None: of a fraction of the curve.
 
         At the steep start the window is smaller but symmetric. At the end it is cut off.
         """
+        count = count or max(1, round(len(self.steps) * SMOOTHED))
         places = np.arange(len(self.steps))
         reach = np.minimum(places, count // 2)
         windows = (self.values[i - r : i + r + 1] for i, r in zip(places, reach, strict=True))
@@ -112,7 +113,7 @@ class Run:
 
 def plot(paths: Sequence[Path], out: Path | None, **look: Any) -> Path:
     """Plot runs into one file and return its path. `look`: options of `draw`."""
-    paths = [run for path in paths for run in _runs_at(path)]
+    paths = [run for path in paths for run in runs_at(path)]
     out = out or (paths[0] / "curves.png" if len(paths) == 1 else Path("curves.png"))
     if out.suffix.lower() not in FORMATS:
         raise UsageError(f"--out {out} must end in {', '.join(FORMATS[:-1])} or {FORMATS[-1]}")
@@ -158,18 +159,11 @@ def draw(
 
     def traces(axes: Any, curves: Sequence[Curve], average: Callable[[Array], Any]) -> None:
         """Draw raw values, thin and pale, below their smoothed form."""
-        counts = [smooth or max(1, round(len(curve.steps) * SMOOTHED)) for curve in curves]
-        smoothed = [
-            Curve(curve.steps, curve.smoothed(count, average))
-            for curve, count in zip(curves, counts, strict=True)
-        ]
+        smoothed = [Curve(curve.steps, curve.smoothed(smooth, average)) for curve in curves]
         lines(axes, curves, linestyle="-", linewidth=0.5, alpha=0.3)
         lines(axes, smoothed, linewidth=1.4)
 
-    # Losses with different tokenizers are comparable only in bits per byte.
-    keys, unit = ("loss", "val_loss"), "nats per token"
-    if len({run.tokenizer for run in runs if run.tokenizer}) > 1:
-        keys, unit = (IN_BITS["loss"], IN_BITS["val_loss"]), "bits per byte"
+    keys, unit = loss_keys(runs)
     trained, evaluated = [[run[key] for run in runs] for key in keys]
     loss = panel(grid[0, :], f"Loss ({unit})")
     traces(loss, trained, np.mean)
@@ -198,12 +192,9 @@ def draw(
     norm = panel(grid[1, 1], "Gradient norm")
     traces(norm, [run["grad_norm"] for run in runs], np.median)
     _logarithmic(norm)
-    # Speed starts at 0, so that the slow first step needs no space, and ends at the usual speed.
     speed = panel(grid[1, 2], "Speed (tokens/s)")
     traces(speed, [run["tokens_per_s"] for run in runs], np.median)
-    rates = [run["tokens_per_s"].finite().values for run in runs]
-    usual = max((np.percentile(some, 95) for some in rates if len(some)), default=1.0)
-    speed.set_ylim(0, 1.2 * usual or 1)
+    speed.set_ylim(0, top_speed(runs))
     for axes in figure.axes:
         set_ticks(axes.xaxis)
         set_ticks(axes.yaxis)
@@ -232,6 +223,20 @@ def _logarithmic(axes: Any) -> None:
         axes.set_yscale("log", nonpositive="mask")
 
 
+def loss_keys(runs: Sequence[Run]) -> tuple[tuple[str, str], str]:
+    """Return the names of both losses, and their unit. Tokenizers share only bits per byte."""
+    if len({run.tokenizer for run in runs if run.tokenizer}) > 1:
+        return (IN_BITS["loss"], IN_BITS["val_loss"]), "bits per byte"
+    return ("loss", "val_loss"), "nats per token"
+
+
+def top_speed(runs: Sequence[Run]) -> float:
+    """Return the upper limit of a speed axis from 0, so that a slow or fast first step needs no space."""
+    rates = [run["tokens_per_s"].finite().values for run in runs]
+    usual: float = max((np.percentile(some, 95) for some in rates if len(some)), default=1.0)
+    return 1.2 * usual or 1.0
+
+
 # Records of runs
 
 
@@ -240,19 +245,19 @@ def read_runs(paths: Iterable[Path]) -> list[Run]:
     different = {path.resolve(): path for path in paths}
     names = short_names(list(different))
     return [
-        Run(escape(name), _history(path), _tokenizer(path))
+        Run(escape(name), _history(path), tokenizer_of(path))
         for name, path in zip(names, different.values(), strict=True)
     ]
 
 
-def _tokenizer(path: Path) -> str:
+def tokenizer_of(path: Path) -> str:
     """Return the content of a run's tokenizer file, "" if there is none."""
     with suppress(DataError, StorageError):
         return read_small(RunDirectory(path).tokenizer).decode(errors="replace")
     return ""
 
 
-def _runs_at(path: Path) -> list[Path]:
+def runs_at(path: Path) -> list[Path]:
     """Return a run's directory, or all runs with metrics in a directory of runs."""
     if path.is_dir() and not RunDirectory(path).config.is_file():
         with storage_errors("read", path):
@@ -316,10 +321,14 @@ def drawable(value: float | None) -> float:
     return number if 1 / LARGEST <= abs(number) <= LARGEST else 0.0 if abs(number) < 1 else math.nan
 
 
+def log_locator(low: float, high: float) -> LogLocator:
+    return LogLocator(subs=(1, 2, 5) if high < 1000 * low else (1,))
+
+
 def set_ticks(axis: Any) -> None:
     """Format tick labels as 1,000, and add some on a short log axis."""
     if axis.get_scale() == "log":
         low, high = axis.get_view_interval()
-        axis.set_major_locator(LogLocator(subs=(1, 2, 5) if high < 1000 * low else (1,)))
+        axis.set_major_locator(log_locator(low, high))
     axis.set_major_formatter("{x:,g}")
     axis.set_minor_formatter("")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import os
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from operator import attrgetter
 from pathlib import Path
@@ -17,7 +17,7 @@ from distgpt.core.base.checked import parse_object
 from distgpt.core.base.errors import DistgptError, UsageError, command_line, escape, nearest_path
 from distgpt.core.base.files import read_small, storage_errors
 from distgpt.core.base.formatting import clock, count
-from distgpt.core.saved.rundir import RunDirectory, parse_metrics, whole_lines
+from distgpt.core.saved.rundir import Metrics, RunDirectory, parse_metrics, whole_lines
 from distgpt.show.page import Column, tabulated, terminal_table
 
 DEEPEST = 3  # levels below the listed directory
@@ -78,7 +78,7 @@ def list_runs(top: Path, key: str, reverse: bool) -> list[Listed]:
 def render_terminal(runs: list[Listed]) -> str:
     """Format runs as a table with one row per sweep, and errors below it."""
     room = get_terminal_size((WIDE, 24)).columns
-    shown = [asdict(run) | {"steps": _steps(run), "time": _time(run)} for run in _with_sweeps(runs)]
+    shown = [asdict(run) | {"steps": shown_steps(run), "time": _time(run)} for run in _with_sweeps(runs)]
     table = tabulated([column for column in COLUMNS if room >= WIDE or column[1] not in SPARE], shown)
     wrong = [escape(f"{run.name}: {run.error}") for run in runs if run.error]
     return "\n".join([terminal_table(table.columns, table.rows), *wrong])
@@ -100,7 +100,7 @@ def _with_sweeps(runs: list[Listed]) -> Iterator[Listed]:
         yield replace(best, name=name, state=state, elapsed_s=taken, total_s=None, when=when)
 
 
-def _steps(run: Listed) -> str:
+def shown_steps(run: Listed) -> str:
     return f"{run.step:,}" + ("" if run.steps is None else f"/{run.steps:,}")
 
 
@@ -151,13 +151,18 @@ def _look_at(path: Path, top: Path) -> Listed:
     if len(name.parts) > 1 and (path.parent / "grid.json").is_file():
         result.sweep = str(name.parent)
     try:
-        _fill(result, RunDirectory(path))
+        fill(result, RunDirectory(path), _read_metrics)
     except DistgptError as error:
         result.state, result.error = "damaged", str(error)
     return result
 
 
-def _fill(found: Listed, run: RunDirectory) -> None:
+# The evaluations of a metrics file, and its last TAIL lines.
+Records = tuple[Sequence[dict[str, Any]], Sequence[Metrics]]
+
+
+def fill(found: Listed, run: RunDirectory, read: Callable[[Path], Records]) -> None:
+    """Fill in all facts of a run. `read`: reads its metrics."""
     with storage_errors("read", run.config):
         found.when = run.config.stat().st_mtime
     saved = run.saved()
@@ -168,7 +173,7 @@ def _fill(found: Listed, run: RunDirectory) -> None:
     if run.metrics.exists():
         with storage_errors("read", run.metrics):
             found.when = max(found.when, run.metrics.stat().st_mtime)
-        _read_metrics(found, run.metrics)
+        _summarize(found, *read(run.metrics))
     if run.lock.path.exists():
         found.state = "running" if run.lock.is_held() else "stopped"
     elif run.summary.exists():
@@ -184,14 +189,18 @@ def best_evaluation(lines: Sequence[dict[str, Any]]) -> dict[str, Any] | None:
     return min(alike, key=lambda line: line["val_loss"], default=None)
 
 
-def _read_metrics(found: Listed, path: Path) -> None:
+def _read_metrics(path: Path) -> Records:
     numbered = list(enumerate(whole_lines(path), 1))
     evaluations = [parse_metrics(line, number, path) for number, line in numbered if b'"val_loss"' in line]
-    if best := best_evaluation([{"step": line.step, **line.numbers} for line in evaluations]):
+    last = [parse_metrics(line, number, path) for number, line in numbered[-TAIL:]]
+    return [{"step": line.step, **line.numbers} for line in evaluations], last
+
+
+def _summarize(found: Listed, evaluations: Sequence[dict[str, Any]], last: Sequence[Metrics]) -> None:
+    if best := best_evaluation(evaluations):
         found.val_loss, found.bits_per_byte = best["val_loss"], best.get("bits_per_byte")
         found.val_step = best["step"]
         found.val_tokens, found.held_out_tokens = best.get("val_tokens"), best.get("held_out_tokens")
-    last = [parse_metrics(line, number, path) for number, line in numbered[-TAIL:]]
     trained = [line.numbers for line in last if "loss" in line.numbers]
     if not last:
         return

@@ -127,11 +127,11 @@ from distgpt.core.cpu.stages import open_stage
 from distgpt.core.data.tokenizers import load_tokenizer
 from distgpt.core.generate.engine import sample
 from distgpt.core.components import components
-from distgpt.core.train.setup import rehearse
+from distgpt.core.train.setup import warmup_pass
 from distgpt.core.train.parallel_strategy import Strategy
 run = RunConfig(ModelConfig(vocab_size=256, seq_len=8, n_layer=2, n_head=2, n_embd=32), TrainConfig())
 kernels = open_stage("serial").kernels("{dtype}")
-rehearse(kernels, run, Strategy(run.train, 1))
+warmup_pass(kernels, run, Strategy(run.train, 1))
 model = components().model(run.train).build(run, kernels)
 model.allocate_master_weights()
 model.initialise(0)

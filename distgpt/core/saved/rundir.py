@@ -37,6 +37,7 @@ class RunDirectory:
         self.tokenizer = path / "tokenizer.json"
         self.metrics = path / "metrics.jsonl"
         self.history = path / "history.jsonl"
+        self.samples = path / "samples.jsonl"
         self.checkpoints = path / "checkpoints"
         self.weights = path / "weights.safetensors"
         self.best = path / "best.safetensors"
@@ -185,11 +186,12 @@ class RunDirectory:
                 append(self.metrics, b"".join(self._unwritten))
             self._unwritten.clear()
 
-    def remember(self, event: Mapping[str, object]) -> None:
-        """Append one line to history.jsonl, with the time."""
+    def remember(self, event: Mapping[str, object], path: Path | None = None) -> None:
+        """Append one line to a file, by default history.jsonl, with the time."""
         moment = {"time": datetime.now(UTC).isoformat(timespec="seconds")}
-        with storage_errors("write", self.history):
-            append(self.history, _line({**moment, **event}))
+        path = path or self.history
+        with storage_errors("write", path):
+            append(path, _line({**moment, **event}))
 
     def branched_from(self) -> Path | None:
         """Return the other run's checkpoint that this run started from, or None."""

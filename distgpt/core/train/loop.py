@@ -9,7 +9,7 @@ from functools import partial
 from typing import NoReturn
 from zlib import crc32
 
-from distgpt.core.base.errors import DistgptError, MismatchError, NonFiniteError
+from distgpt.core.base.errors import DistgptError, MismatchError, NonFiniteError, escape_model_text
 from distgpt.core.base.interrupts import Interrupted, deferred_signals
 from distgpt.core.comm.agree import collective_error, on_root
 from distgpt.core.saved.checkpoint import Best
@@ -135,6 +135,8 @@ def perform_due(run: Run, due: Due) -> None:
         run.activity.enter(SAMPLING)
         text = sample(run.model, run.tokenizer, run.progress.step, signals=run.signals)
         run.report.listener.sampled(run.progress.step, text)
+        event: dict[str, object] = {"step": run.progress.step, "sample": escape_model_text(text.strip())}
+        run.report.remember(event, run.directory.samples)
 
 
 def evaluate(run: Run) -> Best | None:

@@ -104,12 +104,12 @@ class Report:
             self.remember({"step": step, "bad": what, "skipped": skipped})
             self.listener.noted(f"{what}: skipped")
 
-    def remember(self, event: dict[str, object]) -> None:
-        """Append an event to history.jsonl."""
+    def remember(self, event: dict[str, object], path: Path | None = None) -> None:
+        """Append an event to a file, by default history.jsonl."""
         if self.rank:
             return
         try:
-            self.directory.remember(event)
+            self.directory.remember(event, path)
         except StorageError as error:
             self.checkpoints.tolerate(error)
 

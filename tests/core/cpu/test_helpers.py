@@ -16,13 +16,13 @@ from distgpt.core.cpu import first_use
 from distgpt.core.cpu.compiling import disk_cache
 from distgpt.core.cpu.stages import open_stage
 from distgpt.core.model.model import miniature
-from distgpt.core.train.setup import rehearse
+from distgpt.core.train.setup import warmup_pass
 from distgpt.core.components import components
 from distgpt.core.cpu import compile_workers
 
 run = preset(sys.argv[1], {"vocab_size": 256, "dtype": sys.argv[2], "matmul": sys.argv[3]})
 small = replace(run, model=miniature(run.model))
-work = partial(rehearse, config=small, strategy=components().strategy(run.train, 1))
+work = partial(warmup_pass, config=small, strategy=components().strategy(run.train, 1))
 stage = open_stage("serial", 2)
 kernels = stage.kernels(run.train.dtype, run.train.matmul_backend)
 missing = compile_workers.missing_loops(stage, run.train.dtype, run.train.matmul_backend, work)
