@@ -1,4 +1,4 @@
-"""How tests start distgpt: as a process of its own, and under a real mpirun where ranks are asked for."""
+"""Start distgpt in tests in this process, in a forked or new one, or under mpirun."""
 
 import atexit
 import contextlib
@@ -30,8 +30,8 @@ from distgpt.core.base.interrupts import ENDING
 from distgpt.core.cpu.first_use import COMPILING
 from distgpt.core.cpu.stages import VARIABLE as AUTO_DTYPE
 
-# Processes in the background of a script ignore SIGINT, those of nohup SIGHUP; children inherit that.
-# A handler ends at exec, so children get the default, while this process and its workers survive SIGHUP.
+# Background processes of a script ignore SIGINT, processes of nohup SIGHUP, and children inherit that. A
+# handler ends at exec, so children get the default, while this process and its workers survive SIGHUP.
 with contextlib.suppress(ValueError):  # not in the main thread
     if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -39,11 +39,11 @@ with contextlib.suppress(ValueError):  # not in the main thread
         os.environ["DISTGPT_TEST_NOHUP"] = "1"
         signal.signal(signal.SIGHUP, lambda *_: None)
 
-os.environ["COLUMNS"] = "100"  # whatever the width of this terminal
+os.environ["COLUMNS"] = "100"  # independent of this terminal
 
-# What a run computes in by default must not depend on the processor that the tests run on.
+# The default dtype must not depend on this processor.
 os.environ.setdefault(AUTO_DTYPE, "float32")
-# Tests run beside each other on the same cores, and some inside this process.
+# Tests share cores, and some run in this process.
 os.environ.setdefault(BIND, "off")
 
 BIN = Path(sys.executable).parent
@@ -61,7 +61,15 @@ needs_mpi = pytest.mark.skipif(
     MPIRUN is None or importlib.util.find_spec("mpi4py") is None, reason="needs mpi4py and mpirun"
 )
 
-# Files of tests that take 10 seconds or more, or compile much where nothing is compiled yet.
+
+def _on_ranks(tier):
+    """Return a decorator for tests of this tier that start ranks."""
+    return lambda test: tier(pytest.mark.ranks(needs_mpi(test)))
+
+
+ci_ranks, slow_ranks = map(_on_ranks, (pytest.mark.ci, pytest.mark.slow))
+
+# Test files that take 10 seconds or more, or compile many loops.
 LONG = (
     *("test_kernels", "test_cuda_kernels", "test_attention", "test_cuda_model", "test_cli_on_gpu"),
     *("test_model", "test_core", "test_sweep", "test_serve_limits", "test_clock", "test_compiling"),
@@ -71,7 +79,7 @@ LONG = (
 hypothesis.settings.register_profile("distgpt", derandomize=True, deadline=None, database=None, max_examples=50)
 hypothesis.settings.load_profile("distgpt")
 
-# A model that trains in about a millisecond a step, with everything that matters in it.
+# A complete model that trains in about a millisecond per step.
 _MODEL = "--preset tiny-adamw --n-layer 2 --n-head 2 --n-embd 16 --seq-len 16 --data story"
 _MODEL += " --tokenizer word --threads 1 --norm layernorm --mlp gelu --positions learned --bias"
 SMALL = f"{_MODEL} --batch-size 8 --lr 1e-2 --warmup 2".split()
@@ -83,7 +91,7 @@ def command(*args, ranks=0, program=SCRIPT):
 
 
 def clean_environment(**more):
-    """Without what a surrounding launcher or an earlier test may have left."""
+    """Return the environment without variables of launchers or earlier tests."""
     unwanted = ("PMI", "PMIX", "OMPI_", "SLURM_", "FLUX_", "MPI_", "PYTHONUNBUFFERED")
     own = {key: value for key, value in os.environ.items() if not key.startswith(unwanted)}
     return {**own, "COLUMNS": "100", **more}
@@ -91,7 +99,7 @@ def clean_environment(**more):
 
 @functools.cache
 def _server():
-    """The server that forks commands, started when the first is asked for."""
+    """Return the server that forks commands, started on first use."""
     with tiers.uncounted():
         server = forkserver.Server(clean_environment())
     atexit.register(server.close)
@@ -99,15 +107,15 @@ def _server():
 
 
 def popen(*args, cold=None, ranks=0, program=SCRIPT, env=None, **how):
-    """A running command: subprocess.Popen, or the like of it from the fork server (helpers/forkserver.py).
+    """Start a command by subprocess.Popen or the fork server (helpers/forkserver.py).
 
-    `cold` starts an interpreter of its own, where the start itself is looked at; so do variables that are
-    read while importing and, unless `cold` is False, programs that are not in FORKED. Ranks are forked, too.
+    `cold` starts a new interpreter; so do variables that are read while importing and, unless `cold` is
+    False, programs that are not in FORKED. Ranks are also forked.
     """
     env = clean_environment(**(env or {}))
     if cold is None:
         cold = not (program is SCRIPT or (ranks and program[1] in FORKED))
-    cold = cold or bool(OTHER_MPI)  # with Open MPI loaded, what the fork server starts does not answer
+    cold = cold or bool(OTHER_MPI)  # forked processes hang with Open MPI
     if not cold and sys.platform == "linux" and _server().suits(env):
         if not ranks:
             return forkserver.Forked(_server(), command(*args, program=program), env=env, **how)
@@ -116,7 +124,7 @@ def popen(*args, cold=None, ranks=0, program=SCRIPT, env=None, **how):
 
 
 def for_shells():
-    """Give the words that a shell script may call for `python -m distgpt`, with arguments behind them."""
+    """Return a command for shell scripts that acts as `python -m distgpt`."""
     if OTHER_MPI or sys.platform != "linux":
         return [sys.executable, "-m", "distgpt"]
     return [*RANK, _server().address, "alone", *SCRIPT[1:]]
@@ -135,7 +143,7 @@ def distgpt(*args, ranks=0, cwd=None, env=None, program=SCRIPT, timeout=100, col
 
 
 def inside(*args, cwd=None, env=None):
-    """The same in this very process, for what computes and does not depend on being a process of its own."""
+    """Run a command in this process, if it needs no separate one."""
     streams = {name: io.TextIOWrapper(io.BytesIO(), encoding="utf-8") for name in ("stdout", "stderr")}
     code = 0
     with pytest.MonkeyPatch.context() as patched, contextlib.chdir(cwd or "."), same_signals():
@@ -153,9 +161,16 @@ def inside(*args, cwd=None, env=None):
     return subprocess.CompletedProcess(sys.argv, code, *told)
 
 
+def succeeded(*args, by=inside, **how):
+    """Run a command that must succeed; return its result."""
+    result = by(*args, **how)
+    assert result.returncode == 0, result.stderr
+    return result
+
+
 @contextlib.contextmanager
 def same_signals():
-    """Put back what becomes of signals: an interrupted command ignores further ones until its end."""
+    """Restore signal handlers, because an interrupted command ignores further signals."""
     former = {number: signal.getsignal(number) for number in ENDING}
     try:
         yield former
@@ -166,25 +181,23 @@ def same_signals():
 
 @pytest.fixture(autouse=True)
 def signals_are_left_alone():
-    """No test may leave a signal ignored: later ones would start commands that cannot be interrupted."""
+    """Check that no test leaves a signal ignored; later commands could not be interrupted."""
     with same_signals() as before:
         yield
         assert {number: signal.getsignal(number) for number in ENDING} == before
 
 
 def train(out, *args, ranks=0, **how):
-    """A training run of the small model that must succeed; gives its directory."""
+    """Train the small model successfully; return the directory."""
     stage = ["--stage", "mpi"] if ranks else []
-    result = distgpt("train", *SMALL, "--out", out, *stage, *args, ranks=ranks, **how)
-    assert result.returncode == 0, result.stderr
+    succeeded("train", *SMALL, "--out", out, *stage, *args, by=distgpt, ranks=ranks, **how)
     return Path(out)
 
 
 def in_one_job(commands, ranks, cwd=None):
-    """Run commands one by one in one mpirun; of each, what was written to standard error, and exit codes."""
+    """Run commands in sequence in one mpirun; return standard error and exit codes of each."""
     words = json.dumps([[os.fsdecode(word) for word in words] for words in commands])
-    result = distgpt(words, ranks=ranks, cwd=cwd, program=[sys.executable, FORKED[0]], timeout=300)
-    assert result.returncode == 0, result.stderr
+    result = succeeded(words, by=distgpt, ranks=ranks, cwd=cwd, program=[sys.executable, FORKED[0]], timeout=300)
     others = [json.loads(codes) for codes in re.findall(r"^exit codes (.*)\n", result.stderr, re.MULTILINE)]
     errors = re.sub(r"^exit codes .*\n", "", result.stderr, flags=re.MULTILINE)
     ended = re.findall(r"((?:(?!exit code).*\n)*)exit code (\d+)\n", errors)
@@ -201,7 +214,7 @@ def trained_together(ranks, runs):
 
 
 def wait_for(what, seconds=20):
-    """What `what()` gives, as soon as that is true."""
+    """Return `what()` when it becomes true."""
     deadline = time.monotonic() + seconds
     while not (value := what()):
         assert time.monotonic() < deadline
@@ -209,10 +222,25 @@ def wait_for(what, seconds=20):
     return value
 
 
+def summary(run):
+    return json.loads((Path(run) / "summary.json").read_text())
+
+
+def logged(run, name="metrics"):
+    """Return the objects in a run's metrics or history."""
+    return [json.loads(line) for line in (Path(run) / f"{name}.jsonl").read_text().splitlines()]
+
+
+def validations(run):
+    """Return the validation losses by step. No step may be logged twice."""
+    found = [(line["step"], line["val_loss"]) for line in logged(run) if "val_loss" in line]
+    assert len(dict(found)) == len(found)
+    return dict(found)
+
+
 def metrics(directory):
-    """What the run logged of its training steps, by step."""
-    lines = map(json.loads, (Path(directory) / "metrics.jsonl").read_text().splitlines())
-    trained = [line for line in lines if "loss" in line]
+    """Return the metrics of training steps by step."""
+    trained = [line for line in logged(directory) if "loss" in line]
     by_step = {line["step"]: line for line in trained}
     assert [line["step"] for line in trained] == sorted(by_step), "a step was logged twice, or out of order"
     return by_step
@@ -223,7 +251,7 @@ def losses(directory):
 
 
 def refused(result, code, *words, late=False):
-    """A failure that was expected: this exit code, these words, one line, no traceback; `late`: in a run."""
+    """Check a one-line error with this exit code and words; `late` means after the first step."""
     assert result.returncode == code, (result.returncode, result.stdout, result.stderr)
     said = [line for line in result.stderr.splitlines() if line.strip() and not line.startswith(COMPILING)]
     assert len(said) == 1 and said[0].startswith("distgpt: "), result.stderr
@@ -234,20 +262,20 @@ def refused(result, code, *words, late=False):
 
 @pytest.fixture(scope="session")
 def trained(tmp_path_factory):
-    """A run of a few steps: its directory."""
+    """Return the directory of a short run."""
     return train(tmp_path_factory.mktemp("trained") / "run", "--steps", "30", "--save-every", "10")
 
 
 @pytest.hookimpl(trylast=True)  # once there is a reporter; workers of pytest-xdist have none
 def pytest_configure(config):
-    """Check the tiers. Make lines of dots short: at the end of each stands how far the tests are."""
+    """Check the tiers. Shorten lines of dots, which end with the progress."""
     config.pluginmanager.register(tiers)
     if config.pluginmanager.has_plugin("terminalreporter"):
         config.get_terminal_writer().fullwidth = 48
 
 
 def pytest_unconfigure(config):
-    """Say at the very end what went wrong, in which part of a test: often only the end of a log is kept."""
+    """Repeat errors at the end, because often only the end of a log is kept."""
     reporter = config.pluginmanager.get_plugin("terminalreporter")
     for word in ("failed", "error") if reporter else ():
         for report in reporter.stats.get(word, ()):
@@ -258,15 +286,14 @@ def pytest_unconfigure(config):
 
 
 def copy_compiled(to, but=(), only=None, folder=""):
-    """Copy what this session has compiled to a cache below `to`, but for loops of these names, or only those.
+    """Copy this session's compiled loops to a cache below `to`, except `but`, or only `only`; return file names.
 
-    To compile all of it again takes a minute of a core. `folder`: its name where it is another package's.
-    Return the names of the files.
+    Compiling all loops takes a minute. `folder` is the name of another package's cache.
     """
     from distgpt.core.base.caches import cache_folder
     from distgpt.core.cpu.compiling import disk_cache
 
-    kept = cache_folder(disk_cache.folder_name(), disk_cache.beside())  # folder() may be another one's now
+    kept = cache_folder(disk_cache.folder_name(), disk_cache.beside())  # folder() may be patched
     (own := Path(to, folder or disk_cache.folder_name())).mkdir(mode=0o700, parents=True)
     for path in kept.iterdir() if kept else ():
         loop = path.name.split("-")[0]
@@ -275,15 +302,15 @@ def copy_compiled(to, but=(), only=None, folder=""):
     return {path.name for path in own.iterdir()}
 
 
-# What the workers of a session compile first, each in a format of its own: most tests need these loops, and
-# whoever finds one missing compiles it, though another is at it.
+# Formats that workers compile first, because most tests need these loops, and a worker that misses a loop
+# compiles it even if another worker does.
 FORMATS = {"gw0": "float32", "gw1": "bfloat16"}
-FEW = 30  # files of loops that a session finds where nothing is compiled yet
+FEW = 30  # files of loops in an almost empty cache
 _TINY = "--preset tiny --n-layer 2 --n-head 2 --n-embd 32 --seq-len 16 --batch-size 2 --threads 1"
 
 
 def pytest_sessionstart(session):
-    from distgpt.core.cpu.compiling.disk_cache import folder  # where Numba is imported anyway
+    from distgpt.core.cpu.compiling.disk_cache import folder  # imports Numba
 
     kept, worker = folder(), getattr(session.config, "workerinput", {}).get("workerid")
     if worker not in FORMATS or kept is None or len(list(kept.iterdir())) > FEW:
@@ -297,9 +324,9 @@ def pytest_sessionstart(session):
 
 @pytest.hookimpl(tryfirst=True)  # before pytest-xdist reads the groups
 def pytest_collection_modifyitems(items):
-    """Group the tests for pytest-xdist: a file stays in one worker, for its fixtures, but what starts ranks
-    or measures time goes to one group of all files, so that no two such tests run at once. That group takes
-    longest and begins first, since a long one at the end would leave the other worker without work.
+    """Group the tests for pytest-xdist by file. Tests of ranks and timing are one group, which starts first.
+
+    No two of them run at the same time, and the longest group does not run last.
     """
     for item in items:
         alone = any(item.get_closest_marker(name) for name in ("xdist_group", "timing", "ranks"))
@@ -310,7 +337,7 @@ def pytest_collection_modifyitems(items):
 
 
 def pytest_collection_finish():
-    gc.freeze()  # what was imported stays: no later collection need look through it
+    gc.freeze()  # imported modules need no later collection
 
 
 def _turn(group):
@@ -319,7 +346,7 @@ def _turn(group):
 
 @pytest.fixture
 def extended(monkeypatch):
-    """Install components with other methods or attributes than those of the program."""
+    """Install components with other methods or attributes."""
 
     def extend(**members):
         monkeypatch.setattr(core_components, "_installed", type("Extended", (AllComponents,), members)())

@@ -164,7 +164,7 @@ def _limit_option(name: str, about: Setting) -> Callable[[F], F]:
 @click.option(
     "--proxy", "proxies", multiple=True, metavar="ADDRESS", help="Trust client addresses from this proxy."
 )
-@click.option("--lanes", type=POSITIVE, default=32, help="Maximum number of concurrent sequences.")
+@click.option("--slots", type=POSITIVE, default=32, help="Maximum number of concurrent sequences.")
 @together(*(_limit_option(*known) for known in LIMITS.items()))
 @model_options
 @click.option("--log", type=click.Choice(("quiet", "requests", "prompts")), default="requests")
@@ -179,7 +179,7 @@ def serve(
         raise UsageError(f"serve requires {needs}: pip install 'distgpt[serve]'") from None
     from distgpt.core.generate.engine_setup import SAMPLE, ModelSpec
 
-    lanes, limits = options.pop("lanes"), Limits(**{name: options.pop(name) for name in LIMITS})
+    most, limits = options.pop("slots"), Limits(**{name: options.pop(name) for name in LIMITS})
     where = {key: options.pop(key) for key in ("host", "port", "origins", "log")}
     key, proxies = checked_key(options.pop("api_key")), checked_proxies(options.pop("proxies"))
     listen_on = ListenOn(limits=limits, key=key, proxies=proxies, **where)
@@ -189,7 +189,7 @@ def serve(
     announce_sample(weights, ready.comm.rank)
     listener = bound(listen_on.host, listen_on.port)
     loaded = spec.load(ready)
-    side_by_side = loaded.slots(lanes, lookup=0)
+    side_by_side = loaded.slots(most, lookup=0)
     if ready.on_gpu:
         from distgpt.inference.decoding.batched import rehearse_together
 

@@ -1,7 +1,8 @@
-"""The Python interface: what goes in comes out, the numbers are the reference's, nonsense is refused."""
+"""The Python interface: round trips, comparison with the reference, invalid arguments, and ranks."""
 
-import json
 import os
+import sys
+import textwrap
 import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -16,7 +17,8 @@ from distgpt.core.model.passes import Pass
 from distgpt.core.ops.kernels import Kernels
 from distgpt.corpora import shards
 
-from conftest import inside
+from conftest import distgpt as command
+from conftest import inside, logged, needs_mpi, summary
 
 CONFIG = ModelConfig(vocab_size=13, seq_len=7, n_layer=2, n_head=3, n_embd=24, init_std=0.2)
 MODERN = replace(CONFIG, norm="rmsnorm", mlp="swiglu", positions="rope", bias=False, tied=False)
@@ -33,14 +35,13 @@ def batch():
 
 
 def reference(model, shape, training):
-    """A pass of the same weights in plain array code."""
     plain = Model(Architecture(model.config), Kernels("float64"))
     for name, values in model.parameters().items():
         plain.params[name][...] = values
     return Pass(plain, *shape, training=training)
 
 
-def test_a_saved_model_comes_back_in_another_precision_up_to_rounding(model, batch, tmp_path):
+def test_saved_model_loads_in_other_precisions(model, batch, tmp_path):
     model.save(tmp_path / "weights")
     back = distgpt.load(tmp_path / "weights", dtype="float64")
     assert back.config == model.config and back.tokenizer is None
@@ -53,7 +54,7 @@ def test_a_saved_model_comes_back_in_another_precision_up_to_rounding(model, bat
     np.testing.assert_allclose(narrow.logits(batch[0]), model.logits(batch[0]), atol=1e-4)
 
 
-def test_logits_are_those_of_the_reference(model, batch):
+def test_logits_match_reference(model, batch):
     for b, t in ((3, 7), (1, 1), (2, 4)):
         tokens = batch[0][:b, :t]
         logits, plain = model.logits(tokens), reference(model, (b, t), training=False)
@@ -63,7 +64,7 @@ def test_logits_are_those_of_the_reference(model, batch):
         np.testing.assert_allclose(logits.reshape(-1, 13), expected[:, :13], rtol=0, atol=1e-12)
 
 
-def test_loss_and_gradients_are_those_of_the_reference_and_the_logits(model, batch):
+def test_loss_and_gradients_match_reference(model, batch):
     tokens, targets = batch
     work = reference(model, (3, 7), training=True)
     work.loss_and_gradients(*(x.reshape(-1).astype(np.int32) for x in batch), 1.0, accumulate=False)
@@ -78,8 +79,7 @@ def test_loss_and_gradients_are_those_of_the_reference_and_the_logits(model, bat
         np.testing.assert_allclose(gradient, plain[name], rtol=0, atol=1e-12, err_msg=name)
 
 
-def test_answers_are_the_callers_to_keep_and_parameters_are_live(model, batch):
-    """Later calls write into memory of their own."""
+def test_results_are_copies_and_parameters_are_live(model, batch):
     first, gradients, before = model.logits(batch[0]), model.gradients(*batch), model.loss(*batch)
     kept = first.copy(), {name: values.copy() for name, values in gradients.items()}
     model.logits(batch[1])
@@ -92,7 +92,7 @@ def test_answers_are_the_callers_to_keep_and_parameters_are_live(model, batch):
 
 
 @pytest.mark.parametrize("name", ["logits", "loss", "gradients", "trace"])
-def test_calls_from_several_threads_do_not_share_buffers(model, batch, name, monkeypatch):
+def test_calls_from_threads_do_not_share_buffers(model, batch, name, monkeypatch):
     def call(ids):
         found = getattr(model, name)(*[ids, ids][: 1 + (name in ("loss", "gradients"))])
         return {"gradients": lambda: found["final_norm.w"], "trace": lambda: found.logits}.get(name, lambda: found)()
@@ -102,7 +102,7 @@ def test_calls_from_several_threads_do_not_share_buffers(model, batch, name, mon
 
     def slow(*arguments):
         found = forward(*arguments)
-        time.sleep(0.01)  # another thread computes meanwhile
+        time.sleep(0.01)  # another thread computes now
         return found
 
     monkeypatch.setattr(Pass, "forward", slow)
@@ -110,11 +110,11 @@ def test_calls_from_several_threads_do_not_share_buffers(model, batch, name, mon
         np.testing.assert_array_equal([*threads.map(call, [*batch] * 3)], expected)
 
 
-def test_text_in_text_out(trained):
+def test_generate_returns_text_for_text(trained):
     model = distgpt.load(trained / "weights.safetensors")
     ids = model.tokenizer.encode("the lamp").tolist()
     text, new = model.generate("the lamp", max_new_tokens=5), model.generate(ids, max_new_tokens=5)
-    assert "the lamp" + text == model.tokenizer.decode(ids + new)  # with the blank that belongs between
+    assert "the lamp" + text == model.tokenizer.decode(ids + new)  # includes the first space
     assert model.generate("the lamp", 0) == "" and model.generate(ids, 0) == []
     with pytest.raises(DataError, match="zeppelin"):
         model.generate("the zeppelin")
@@ -122,7 +122,7 @@ def test_text_in_text_out(trained):
         model.generate(["the", 5])
 
 
-def test_prompts_side_by_side_samples_streams_and_log_probabilities(trained):
+def test_generate_batches_samples_streams_and_logprobs(trained):
     model = distgpt.load(trained / "weights.safetensors")
     texts, ids = ["the lamp", "the", "the keeper of the"], [[1, 2, 3], [4]]
     how = {"temperature": 0.9, "seed": 3, "overflow": "shift", "min_p": 0.01, "repetition_penalty": 1.1}
@@ -142,9 +142,8 @@ def test_prompts_side_by_side_samples_streams_and_log_probabilities(trained):
     assert logprob == pytest.approx(expected.max(), abs=1e-5) == alternatives[0][1] and len(alternatives) == 2
     scored = model.generate([1, 2, 3], 0, logprobs=1, prompt_logprobs=True).prompt_likelihoods
     assert scored[0] is None and len(scored) == 3
-    assert np.exp(scored[1].logprob) == pytest.approx(
-        np.exp(model.logits([1])[-1])[2] / np.exp(model.logits([1])[-1]).sum()
-    )
+    chances = np.exp(model.logits([1])[-1])
+    assert np.exp(scored[1].logprob) == pytest.approx(chances[2] / chances.sum())
     word = model.generate("the", 12).split()[3]
     stopped = model.generate("the", 12, stop=word, logprobs=0)
     assert stopped.reason == "stop" and word not in stopped.text and stopped.likelihoods[0].alternatives == []
@@ -153,24 +152,13 @@ def test_prompts_side_by_side_samples_streams_and_log_probabilities(trained):
             model.generate(**{"prompt": "the", "stream": True, **more})
 
 
-# Refusals
-
-
-def test_invalid_tokens_are_refused():
+def test_invalid_tokens_are_rejected():
     model = distgpt.init(CONFIG)
     for tokens, message in (
-        (3, "shape"),
-        ([[[1, 2]]], "shape"),
-        ([[]], "shape"),
-        ([[1.0, 2.0]], "float64"),
-        ([[True]], "bool"),
-        ([["a"]], "integers"),
-        ([[1], [1, 2]], "the same length"),
-        ([[13]], r"tokens.*\b13$"),
-        ([[-1]], r"tokens.*\b13$"),
-        ([[2**40]], r"tokens.*\b13$"),
-        ([[1] * 8], "context of 7"),
-    ):
+        (3, "shape"), ([[[1, 2]]], "shape"), ([[]], "shape"), ([[1.0, 2.0]], "float64"), ([[True]], "bool"),
+        ([["a"]], "integers"), ([[1], [1, 2]], "the same length"), ([[13]], r"tokens.*\b13$"),
+        ([[-1]], r"tokens.*\b13$"), ([[2**40]], r"tokens.*\b13$"), ([[1] * 8], "context of 7"),
+    ):  # fmt: skip
         for call in (model.logits, model.loss, model.gradients):
             with pytest.raises(DataError, match=message):
                 call(*[tokens] * (1 if call == model.logits else 2))
@@ -178,7 +166,7 @@ def test_invalid_tokens_are_refused():
         model.loss([[1, 2]], [[1], [2]])
 
 
-def test_impossible_generation_is_refused():
+def test_invalid_generation_settings_are_rejected():
     model, prompts = distgpt.init(CONFIG), "a string, a list of tokens, or a list of these"
     for prompt, more, error, message in (
         ([], {}, UsageError, "empty"),
@@ -200,7 +188,7 @@ def test_impossible_generation_is_refused():
             model.generate(prompt, **more)
 
 
-def test_a_model_of_which_the_rank_has_a_part_is_not_given_away_rounded(tmp_path, monkeypatch):
+def test_sharded_master_weights_are_not_saved_rounded(tmp_path, monkeypatch):
     model = distgpt.init(CONFIG, seed=3)
     monkeypatch.setattr(Model, "master_part", object())
     for act in (model.parameters, lambda: model.save(tmp_path / "w.safetensors")):
@@ -208,7 +196,7 @@ def test_a_model_of_which_the_rank_has_a_part_is_not_given_away_rounded(tmp_path
             act()
 
 
-def test_models_that_cannot_be_made_read_or_written(tmp_path):
+def test_impossible_models_are_rejected(tmp_path):
     assert all(hasattr(distgpt, name) for name in distgpt.__all__)
     for arguments, message in (
         ({"config": "gpt-mini"}, "vocab_size"),
@@ -225,27 +213,20 @@ def test_models_that_cannot_be_made_read_or_written(tmp_path):
         distgpt.init(CONFIG).save(tmp_path / "nowhere" / "weights")
 
 
-# Training
-
 SMALL = {
     "data": "story", "tokenizer": "word", "n_layer": 1, "n_head": 2, "n_embd": 16, "seq_len": 16,
     "batch_size": 4, "steps": 6, "eval_every": 3, "val_fraction": 0.1, "sample_every": 3, "threads": 1,
 }  # fmt: skip
 
 
-def lines(directory):
-    return [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
-
-
-def test_a_run_calls_back_and_gives_its_model(tmp_path):
+def test_train_calls_back_and_returns_model(tmp_path):
     steps, evaluations, notes = [], [], []
-    done = distgpt.train(
-        **SMALL, out=tmp_path / "run", on_step=steps.append, on_evaluation=evaluations.append, on_note=notes.append
-    )
+    listeners = {"on_step": steps.append, "on_evaluation": evaluations.append, "on_note": notes.append}
+    done = distgpt.train(**SMALL, out=tmp_path / "run", **listeners)
     assert done.directory == tmp_path / "run"
     assert [step["step"] for step in steps] == [1, 2, 3, 4, 5, 6]
     assert [found["step"] for found in evaluations] == [0, 3, 6]
-    assert done.metrics == lines(done.directory)
+    assert done.metrics == logged(done.directory)
     loaded = distgpt.load(done.directory / "weights.safetensors")
     tokens = loaded.tokenizer.encode("the lamp")
     np.testing.assert_array_equal(done.model.logits(tokens), loaded.logits(tokens))
@@ -253,8 +234,7 @@ def test_a_run_calls_back_and_gives_its_model(tmp_path):
     assert done.model.trace(tokens).attention[0].shape == (2, len(tokens), len(tokens))
 
 
-def test_it_is_the_run_of_the_command(tmp_path, trained):
-    """The run of the fixture, from its own configuration."""
+def test_train_matches_the_command(tmp_path, trained):
     again = distgpt.train(config=trained / "config.toml", out=str(tmp_path / "run"), threads=1)
     for name in ("weights.safetensors", "config.toml", "tokenizer.json"):
         assert (again.directory / name).read_bytes() == (trained / name).read_bytes(), name
@@ -265,7 +245,7 @@ def test_it_is_the_run_of_the_command(tmp_path, trained):
     assert not done.metrics and done.directory == again.directory
 
 
-def test_of_two_threads_that_train_in_one_directory_one_is_refused(tmp_path):
+def test_second_thread_in_directory_is_rejected(tmp_path):
     def run(number):
         try:
             return distgpt.train(**SMALL, out=tmp_path / "run", on_step=lambda metrics: time.sleep(0.02))
@@ -275,11 +255,11 @@ def test_of_two_threads_that_train_in_one_directory_one_is_refused(tmp_path):
     with ThreadPoolExecutor(2) as threads:
         refused, done = sorted(threads.map(run, range(2)), key=lambda found: hasattr(found, "model"))
     assert "run" in str(refused)
-    assert [line["step"] for line in lines(done.directory) if "loss" in line] == [1, 2, 3, 4, 5, 6]
+    assert [line["step"] for line in logged(done.directory) if "loss" in line] == [1, 2, 3, 4, 5, 6]
 
 
 @pytest.mark.parametrize("data", ["text.txt", "shards"])
-def test_a_run_stays_in_its_directory_when_the_working_directory_changes(tmp_path, monkeypatch, data):
+def test_run_survives_change_of_working_directory(tmp_path, monkeypatch, data):
     elsewhere, text = tmp_path / "elsewhere", tmp_path / "text.txt"
     elsewhere.mkdir()
     text.write_text("a lamp and a tree and a sea\n" * 99)
@@ -289,7 +269,7 @@ def test_a_run_stays_in_its_directory_when_the_working_directory_changes(tmp_pat
     assert inside("data", "prepare", text.name, *words).returncode == 0
     relative = {**SMALL, "data": data, "tokenizer": "byte", "save_every": 2}
     done = distgpt.train(**relative, on_step=lambda metrics: os.chdir(elsewhere))
-    assert done.directory.parent == tmp_path / "runs" and len(done.metrics) == len(lines(done.directory))
+    assert done.directory.parent == tmp_path / "runs" and len(done.metrics) == len(logged(done.directory))
     assert not [*elsewhere.iterdir()]
     monkeypatch.chdir(tmp_path)
     relative |= {"steps": 8, "out": done.directory.relative_to(tmp_path), "resume": "auto"}
@@ -298,17 +278,17 @@ def test_a_run_stays_in_its_directory_when_the_working_directory_changes(tmp_pat
     assert not [*elsewhere.iterdir()]
 
 
-def test_an_exception_of_a_function_ends_the_run(tmp_path):
+def test_callback_exception_ends_the_run(tmp_path):
     def refuse(metrics):
         raise ValueError(f"enough at {metrics['step']}")
 
     with pytest.raises(ValueError, match="enough at 1"):
         distgpt.train(**SMALL, out=tmp_path / "run", on_step=refuse)
     assert not (tmp_path / "run" / "weights.safetensors").exists()
-    assert json.loads((tmp_path / "run" / "summary.json").read_text())["stop"] == "failed"
+    assert summary(tmp_path / "run")["stop"] == "failed"
 
 
-def test_what_makes_no_sense_is_refused_before_anything_is_written(tmp_path):
+def test_train_rejects_invalid_settings_before_writing(tmp_path):
     for wrong, words in (
         ({"n_layers": 3}, "unknown setting 'n_layers'; did you mean 'n_layer'"),
         ({"steps": "6"}, "steps must"),
@@ -318,3 +298,62 @@ def test_what_makes_no_sense_is_refused_before_anything_is_written(tmp_path):
         with pytest.raises(UsageError, match=words):
             distgpt.train(**{**SMALL, **wrong}, out=tmp_path / "run")
     assert not (tmp_path / "run").exists()
+
+
+BEGIN = """
+    import sys
+    import distgpt, distgpt.api, distgpt.core.generate.python_api as python_api
+    from distgpt.cluster.launch.environment import launched_rank
+
+    def refuse(*args, **more):
+        if launched_rank() == RANK:
+            raise ValueError("no more of this")
+        return former(*args, **more)
+
+    settings = dict(stage="mpi", data="story", tokenizer="word", n_layer=1, n_head=2, n_embd=16)
+    settings |= dict(seq_len=16, batch_size=4, steps=400, threads=1, out=sys.argv[1])
+"""
+# The rank that raises or exits, the code of all ranks, and the exit code.
+CASES = {
+    "a function of the caller in training raises": (0, "distgpt.train(**settings, on_step=refuse)", 70),
+    "generating raises, and the caller catches it": (
+        1,
+        """
+        former, python_api.complete = python_api.complete, refuse
+        try:
+            distgpt.init("microgpt", stage="mpi").generate([[1], [2]], 2000)
+        except ValueError:
+            pass
+        """,
+        70,
+    ),
+    "the caller's own code raises": (
+        1,
+        """
+        try:
+            distgpt.load(sys.argv[1], stage="mpi")
+        except distgpt.core.base.errors.StorageError:
+            print("an error of all ranks is the caller's", flush=True)
+        model = distgpt.init("microgpt", stage="mpi")
+        former = print
+        refuse(model.generate([1], 2))
+        model.generate([[1], [2]], 2)
+        """,
+        70,
+    ),
+    "a function of the caller in training leaves": (0, "distgpt.train(**settings, on_step=lambda _: sys.exit(3))", 3),
+}
+
+
+@pytest.mark.ranks
+@pytest.mark.slow
+@needs_mpi
+@pytest.mark.parametrize("case", CASES)
+def test_failing_rank_ends_the_job(case, tmp_path):
+    rank, act, code = CASES[case]
+    script = (textwrap.dedent(BEGIN) + textwrap.dedent(act)).replace("RANK", str(rank))
+    ended = command(tmp_path / "out", ranks=2, program=[sys.executable, "-c", script], timeout=40)
+    assert ended.returncode == code, ended.stderr
+    words = (f"rank {rank}: exited with code 3",) if code == 3 else (f"rank {rank}: internal error", "no more of this")
+    assert all(word in ended.stderr for word in words)
+    assert ended.stdout.count("caller's") == 2 * (case == "the caller's own code raises")

@@ -1,4 +1,4 @@
-"""Mistakes in a class that extends distgpt are reported in a line."""
+"""Mistakes in a class that extends distgpt are one-line errors."""
 
 import contextlib
 import math
@@ -32,8 +32,6 @@ SIZE |= {"data": "story", "steps": 3, "threads": 1}
 
 
 class Biases(ModelKind):
-    """A kind that trains the biases and leaves the rest."""
-
     part = "biases"
 
     def trained(self, run):
@@ -54,13 +52,11 @@ class Unnamed(Biases):
 
 
 class BiasFile:
-    """The row by which files of biases are read."""
-
     def layout(self, run):
         return BIASES.trained(run)
 
     def refuse_damaged(self, run, path):
-        """Refuse nothing."""
+        """Accept any file."""
 
     def describe(self, run):
         return "biases of"
@@ -84,23 +80,20 @@ def refuse(self, t, ranks, on_gpu):
     raise UsageError("checked")
 
 
-@pytest.mark.parametrize(
-    "words, members, settings",
-    [
-        ("checked", {"reject_unsuited": refuse}, {}),
-        ("'Biases'", {"model": train_biases}, {"bias": False}),  # which trains nothing
-        ("format .*'biases'", {"model": train_biases}, {"bias": True}),  # whose files nothing reads
-        ("without a part", {"model": lambda self, t: UNNAMED}, {"bias": True}),
-    ],
-)
-def test_mistakes_are_refused_before_a_run_is_written(extended, tmp_path, words, members, settings):
+@pytest.mark.parametrize("words, members, settings", [
+    ("checked", {"reject_unsuited": refuse}, {}),
+    ("'Biases'", {"model": train_biases}, {"bias": False}),  # no trained tensors
+    ("format .*'biases'", {"model": train_biases}, {"bias": True}),  # no reader for its files
+    ("without a part", {"model": lambda self, t: UNNAMED}, {"bias": True}),
+])  # fmt: skip
+def test_extension_mistakes_are_rejected_before_writing(extended, tmp_path, words, members, settings):
     extended(**members)
     with pytest.raises(UsageError, match=words):
         distgpt.train(**SIZE, norm="layernorm", **settings, out=tmp_path / "run")
     assert not (tmp_path / "run").exists()
 
 
-def test_a_file_of_a_part_that_is_not_known_is_named(extended, tmp_path):
+def test_unknown_part_format_is_named(extended, tmp_path):
     extended(model=train_biases, parts=("distgpt-adapter", "biases"), part=part_file)
     trained = distgpt.train(**SIZE, bias=True, norm="layernorm", out=tmp_path / "run")
     weights = trained.directory / "weights.safetensors"
@@ -118,8 +111,8 @@ def test_a_file_of_a_part_that_is_not_known_is_named(extended, tmp_path):
 
 
 @pytest.mark.parametrize("norm", ["layernorm", "rmsnorm"])
-def test_vectors_are_trained_beside_matrices_that_are_not(norm):
-    """Each gradient is what it is where all is trained: that of a bias, and that of the embeddings' norm."""
+def test_vectors_train_with_frozen_matrices(norm):
+    """Each gradient equals the gradient of a fully trained model."""
     config = ModelConfig(vocab_size=9, seq_len=8, n_layer=2, n_embd=16, n_head=2, norm=norm, mlp="gelu")
     config = replace(config, bias=norm == "layernorm", qkv_bias=True, embed_norm=True)
     tokens = np.arange(16, dtype=np.int32) % 9
@@ -141,8 +134,6 @@ def test_vectors_are_trained_beside_matrices_that_are_not(norm):
 
 
 class Callback(contextlib.nullcontext):
-    """Ends the run after its first step, or makes a mistake."""
-
     def __init__(self, run, answer):
         super().__init__()
         self.run, self.answer = run, answer
@@ -156,22 +147,19 @@ def end(run):
     return {}
 
 
-@pytest.mark.parametrize(
-    "answer, error, words",
-    [
-        (lambda run: {}[7], DistgptError, r"Callback .*: KeyError: 7 \(.*test_attached.py:\d"),
-        (lambda run: {"loss": 7.0}, DistgptError, "Callback .*: .*records loss"),
-        (end, Interrupted, "a file STOP is there"),
-    ],
-)
-def test_a_guard_that_fails_is_named_and_one_may_end_the_run(extended, tmp_path, answer, error, words):
+@pytest.mark.parametrize("answer, error, words", [
+    (lambda run: {}[7], DistgptError, r"Callback .*: KeyError: 7 \(.*test_attached.py:\d"),
+    (lambda run: {"loss": 7.0}, DistgptError, "Callback .*: .*records loss"),
+    (end, Interrupted, "a file STOP is there"),
+])  # fmt: skip
+def test_failing_callback_is_named(extended, tmp_path, answer, error, words):
     extended(callbacks=lambda self, run, limits: [Callback(run, answer)])
     with pytest.raises(error, match=words) as ended:
         distgpt.train(**SIZE, out=tmp_path / "run")
     assert error is DistgptError or ended.value.exit_code == 143
 
 
-def test_a_learning_rate_that_is_no_number_names_its_class(extended, tmp_path):
+def test_invalid_learning_rate_names_its_class(extended, tmp_path):
     extended(learning_rate=lambda self, t, step, elapsed=None: math.nan if step else t.lr)
     with pytest.raises(UsageError, match=r"Extended\.learning_rate returned nan for step 2"):
         distgpt.train(**SIZE, out=tmp_path / "run")
@@ -198,11 +186,11 @@ class Called(AllComponents):
 
 
 @pytest.mark.parametrize("name", MISTAKES)
-def test_a_class_with_a_mistake_is_a_line_before_anything_is_written(name, tmp_path, monkeypatch):
+def test_component_mistakes_are_one_line_errors(name, tmp_path, monkeypatch):
     (tmp_path / "mistakes.py").write_text(FILE_OF_MISTAKES)
     (tmp_path / "broken.py").write_text("import nothing_of_this_name")
     monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.setenv("DISTGPT_COMPONENTS", "")  # which the option sets: undone at the end
+    monkeypatch.setenv("DISTGPT_COMPONENTS", "")  # set by the option, undone at the end
     train = ["train", "--components", name, "--out", tmp_path / "run", "--steps", "1", "--data", "story"]
     for words, env in ((train, {}), (["infer"], {"DISTGPT_COMPONENTS": name})):
         monkeypatch.delitem(sys.modules, "mistakes", raising=False)
@@ -211,7 +199,7 @@ def test_a_class_with_a_mistake_is_a_line_before_anything_is_written(name, tmp_p
         assert "Traceback" not in result.stderr and not (tmp_path / "run").exists()
 
 
-def test_votes_that_an_exchange_has_mixed_with_gradients_are_no_votes():
+def test_mixed_step_flags_are_rejected():
     assert StepFlags.parse_flags([0, 2, 0, 0, 0, 0, 0.5], "mine").elapsed == 0.5
     for wrong in (0.25, -1.0, math.nan):
         with pytest.raises(DistgptError, match="--grad-sync mine returned invalid step flags"):
@@ -226,7 +214,7 @@ class Pieces(BytesDecoder):
         return np.array([0] * len(text.split()))
 
 
-def test_ids_that_are_no_slices_of_a_text_have_no_ends_in_it():
+def test_chat_encoding_requires_text_slices():
     assert encode_parts(Pieces([b"word"]), ["word"])[1].tolist() == [4]
     with pytest.raises(DataError, match="'pieces' cannot encode chats"):
         encode_parts(Pieces([b"word"]), ["two words"])

@@ -1,4 +1,4 @@
-"""Every setting reaches the part that it is for: whole commands against arithmetic that is written here."""
+"""Settings reach their part: commands compared with plain arithmetic."""
 
 import hashlib
 import json
@@ -21,23 +21,21 @@ from distgpt.core.saved import checkpoint
 from distgpt.measure.profile.operations import ORDER
 from distgpt.measure.profile.session import result
 
-from conftest import SMALL, inside, losses, metrics
+from conftest import SMALL, inside, losses, metrics, succeeded, summary, validations
 
-BATCH, CONTEXT = 8, 16  # of SMALL
+BATCH, CONTEXT = 8, 16  # sizes in SMALL
 
 
 def run(out, *args, **settings):
-    """A training run in this process, in double precision. `settings` come from a file."""
     file = Path(f"{out}.toml")
     file.write_text("".join(f"{key} = {value!r}\n" for key, value in settings.items()))
-    result = inside("train", *SMALL, "--dtype", "float64", "--config", file, "--out", out, *args)
-    assert result.returncode == 0, result.stderr
+    succeeded("train", *SMALL, "--dtype", "float64", "--config", file, "--out", out, *args)
     return Path(out)
 
 
 @pytest.fixture(scope="module")
 def begun(tmp_path_factory):
-    """Weights to begin with: none is zero, so that all would be seen to decay."""
+    """Return first weights without zeros, which decay would not change."""
     whole = run(tmp_path_factory.mktemp("begun") / "run", "--steps", "1")
     model = distgpt.load(whole / "weights.safetensors", dtype="float64")
     random = np.random.default_rng(1)
@@ -47,11 +45,8 @@ def begun(tmp_path_factory):
     return path
 
 
-# The optimizer
-
-
 @pytest.mark.parametrize("make", [Kernels, lambda dtype: CpuKernels(dtype, 1)])
-def test_adamw_against_numbers_written_down(make):
+def test_adamw_matches_hand_computed_numbers(make):
     """Two gradients, of a matrix that decays and of a gain that does not: their norm is 5, clipped to 2.
 
     By hand, with lr 0.1, weight decay 0.5, beta 0.5 and 0.75, eps 0.1, in step 1 (warm-up 2: lr 0.05):
@@ -82,25 +77,19 @@ def test_adamw_against_numbers_written_down(make):
 
 
 SETTINGS = {
-    "plain": {},
-    "weight decay": {"weight_decay": 0.7},
-    "clip": {"clip": 0.05, "eps": 0.01},
-    "clip off": {"clip": 0.0, "eps": 0.01},
-    "eps": {"eps": 0.3},
-    "betas": {"beta1": 0.5, "beta2": 0.6},
-    "schedule": {"schedule": "linear", "min_lr": 0.004},
-    "micro-batches": {"grad_accum": 4},
-}
+    "plain": {}, "weight decay": {"weight_decay": 0.7}, "clip": {"clip": 0.05, "eps": 0.01},
+    "clip off": {"clip": 0.0, "eps": 0.01}, "eps": {"eps": 0.3}, "betas": {"beta1": 0.5, "beta2": 0.6},
+    "schedule": {"schedule": "linear", "min_lr": 0.004}, "micro-batches": {"grad_accum": 4},
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("settings", SETTINGS.values(), ids=SETTINGS)
-def test_a_run_is_adamw_on_its_batches(settings, begun, tmp_path):
-    """Three steps of `distgpt train` against the same in plain NumPy, with the library's gradients."""
+def test_run_matches_adamw_in_numpy(settings, begun, tmp_path):
     out = run(tmp_path / "run", "--steps", "3", "--init", begun, "--seed", "5", **settings)
     logged = metrics(out)
     model = distgpt.load(begun, dtype="float64")
     text = model.tokenizer.encode(read_text(bundled("data", "story.txt")))
-    # Of a text whose tokens are their own positions: batches say where in the text the sequences lie.
+    # Tokens that equal their positions give the places of the sequences in the text.
     batches = Batches(ArrayTokens(np.arange(len(text), dtype=np.uint32)), CONTEXT, BATCH, seed=5)
     seen, ignored = np.zeros((2, BATCH, CONTEXT), np.int32)
     c = {"lr": 1e-2, "min_lr": 0.0, "warmup": 2, "weight_decay": 0.1, "clip": 1.0, "eps": 1e-8}
@@ -136,7 +125,7 @@ def rate(c, step, steps):
     return c["min_lr"] + (c["lr"] - c["min_lr"]) * left
 
 
-def test_the_seed_decides_the_batches_and_the_first_weights(begun, tmp_path):
+def test_seed_decides_batches_and_first_weights(begun, tmp_path):
     def one_step(seed, *more):
         return run(tmp_path / f"{len([*tmp_path.iterdir()])}", "--steps", "1", "--seed", seed, *more)
 
@@ -146,17 +135,13 @@ def test_the_seed_decides_the_batches_and_the_first_weights(begun, tmp_path):
     assert not np.allclose(*(distgpt.load(path).parameters()["wte"] for path in (one, other)), atol=1e-3)
 
 
-# What a run writes
-
-
-def test_a_resumed_run_remembers_its_best_loss(tmp_path):
-    """A learning rate that ruins the model: the best weights are early ones, before and after resuming."""
+def test_resumed_run_remembers_best_loss(tmp_path):
+    """A high learning rate makes early weights the best, before and after a resume."""
     out = tmp_path / "run"
     ruin = ["--val-fraction", "0.2", "--eval-every", "1", "--save-every", "1", "--steps", "6"]
     ruin += ["--lr", "2", "--warmup", "4", "--schedule", "constant", "--clip", "0"]
     run(out, *ruin, keep=9)
-    lines = map(json.loads, (out / "metrics.jsonl").read_text().splitlines())
-    losses = {line["step"]: line["val_loss"] for line in lines if "val_loss" in line}
+    losses = validations(out)
     best = min(range(1, 7), key=losses.get)
     assert best < 4 < 6 and losses[5] > losses[best] < losses[6]
     kept = (out / "best.safetensors").read_bytes()
@@ -166,8 +151,8 @@ def test_a_resumed_run_remembers_its_best_loss(tmp_path):
     assert (out / "best.safetensors").read_bytes() == kept
 
 
-def test_micro_batches_of_before_are_for_as_many_ranks(tmp_path):
-    """A resumed run sums in the same order, unless there are other ranks to sum over."""
+def test_resume_keeps_micro_batches_for_equal_ranks(tmp_path):
+    """A resumed run sums in the same order if the number of ranks is equal."""
     for ranks, expected in ((1, 4), (2, 1)):
         out = run(tmp_path / f"{ranks}", "--steps", "1")
         path = out / "checkpoints" / "step-00000001"
@@ -179,13 +164,10 @@ def test_micro_batches_of_before_are_for_as_many_ranks(tmp_path):
         manifest["state.json"] = {"bytes": len(text), "sha256": hashlib.sha256(text).hexdigest()}
         (path / "manifest.json").write_text(json.dumps(manifest))
         run(out, "--steps", "2", "--resume", "auto")
-        assert json.loads((out / "summary.json").read_text())["grad_accum"] == expected
+        assert summary(out)["grad_accum"] == expected
 
 
-# What a model is asked
-
-
-def test_sampling_options_reach_the_choice_of_tokens(begun):
+def test_sampling_options_reach_token_choice(begun):
     def infer(*args):
         words = ("infer", "--weights", begun, "--dtype", "float64", "--prompt", "the", "--json", *args)
         words += ("--max-new-tokens", "12")
@@ -196,10 +178,7 @@ def test_sampling_options_reach_the_choice_of_tokens(begun):
     assert infer(*hot) != greedy and infer(*hot) == infer(*hot) != infer(*hot, "--seed", "1")
 
 
-# A profile
-
-
-def test_a_profile_sums_the_work_of_its_ranks():
+def test_profile_sums_work_of_ranks():
     """Two ranks that each do 6 GFLOP in a step of 2 s reach 6 GFLOP/s together, of 2 × 12 that they could."""
     zeros = [0.0] * len(ORDER)
     work = [*zeros[:-1], 6e9]

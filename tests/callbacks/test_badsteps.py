@@ -1,4 +1,4 @@
-"""Losses and gradients that are not finite, or outliers: the run ends, leaves the step out, or goes back."""
+"""Nonfinite or outlying losses and gradients: the run stops, skips the step or rolls back."""
 
 import json
 import math
@@ -13,7 +13,7 @@ from distgpt.core.saved.checkpoint import State, latest_valid_checkpoint, load_s
 from distgpt.core.train.progress import Finished, Progress
 from distgpt.core.train.step import Step
 
-from conftest import SMALL, inside, losses, metrics, refused
+from conftest import SMALL, inside, logged, losses, metrics, refused, summary, validations
 
 WORDS = [*SMALL, "--steps", "8", "--save-every", "3"]
 
@@ -31,7 +31,7 @@ def ruined(monkeypatch):
 
         def gradients(self, adds, sends):
             forward_backward(self, adds, sends)
-            self.model.kernels.between(lambda: multiply(self.model.grads))  # also where the pass is recorded
+            self.model.kernels.between(lambda: multiply(self.model.grads))  # also in a captured pass
 
         def multiply(grads):
             count[0] += 1
@@ -46,8 +46,7 @@ def ruined(monkeypatch):
 
 
 def history(out):
-    """Return what happened after the start, and after what it has kept for a replay."""
-    return [json.loads(line) for line in (out / "history.jsonl").read_text().splitlines()][2:]
+    return logged(out, "history")[2:]
 
 
 def weights(out):
@@ -58,7 +57,7 @@ def finished(loss, norm, rejected=None):
     return Finished(loss, norm, lr=0.1, rejected=rejected, flags=[], rank_seconds=[])
 
 
-def test_what_is_wrong_with_a_step():
+def test_bad_steps_detect_nonfinite_and_outliers():
     bad = BadSteps(TrainConfig(spike_zscore=4.0), Progress())
     assert bad.rejection_reason(math.nan, math.nan) == "the loss is not finite"
     assert bad.rejection_reason(1.0, math.inf) == "the gradient is not finite"
@@ -72,11 +71,11 @@ def test_what_is_wrong_with_a_step():
     )
 
 
-def test_what_a_bad_step_ends(ruined, tmp_path):
+def test_bad_step_stops_the_run(ruined, tmp_path):
     ruined({5}, math.inf)
     ended = run(*WORDS, "--out", tmp_path / "run")
     refused(ended, 76, "not finite at step 5", "--on-bad-step skip", late=True)
-    assert json.loads((tmp_path / "run" / "summary.json").read_text())["stop"] == "not finite"
+    assert summary(tmp_path / "run")["stop"] == "not finite"
     for clip, advice in ((1.0, "a smaller --clip"), (0.0, "--clip 1")):
         with pytest.raises(NonFiniteError, match=advice):
             BadSteps(TrainConfig(clip=clip), Progress()).check_step(finished(math.nan, 1.0))
@@ -86,8 +85,7 @@ def test_what_a_bad_step_ends(ruined, tmp_path):
 
 
 @pytest.mark.ci
-def test_a_bad_step_is_left_out(ruined, tmp_path):
-    """The weights are those before it, and the run resumes as if it had not been interrupted."""
+def test_bad_step_is_skipped(ruined, tmp_path):
     out, other = tmp_path / "run", tmp_path / "other"
     ruined({5}, math.nan)
     ended = run(*WORDS, "--on-bad-step", "skip", "--out", out)
@@ -105,17 +103,16 @@ def test_a_bad_step_is_left_out(ruined, tmp_path):
     assert weights(out) == weights(other)
 
 
-def test_a_run_tolerates_that_many_bad_steps(ruined, tmp_path):
+def test_bad_steps_allowed_limits_skips(ruined, tmp_path):
     ruined({3, 5, 6}, math.nan)
     words = [*WORDS, "--on-bad-step", "skip", "--set", "bad_steps_allowed=2"]
     ended = run(*words, "--out", tmp_path / "run")
     refused(ended, 76, "not finite at step 6", "more than 2 bad steps", late=True)
     ended = run("--resume", tmp_path / "run", "--threads", "1", "--set", "bad_steps_allowed=3")
-    assert ended.returncode == 0  # those before the checkpoint count: 1 of 3
+    assert ended.returncode == 0  # one step before the checkpoint counts
 
 
-def test_a_run_goes_back_and_past_the_bad_data(ruined, tmp_path):
-    """To the last checkpoint. The data of its steps are those that come after the bad step's."""
+def test_rollback_skips_bad_batches(ruined, tmp_path):
     out, whole = tmp_path / "run", tmp_path / "whole"
     ruined({5}, math.nan)
     ended = run(*WORDS, "--on-bad-step", "rollback", "--out", out)
@@ -130,22 +127,21 @@ def test_a_run_goes_back_and_past_the_bad_data(ruined, tmp_path):
     assert run(*WORDS, "--steps", "10", "--out", plain).returncode == 0
     assert losses(out)[:3] == losses(plain)[:3] and losses(out)[3] != losses(plain)[3]
     shutil.copytree(out, whole)
-    for number in (6, 8):  # and resumes exactly
+    for number in (6, 8):  # a resumed run is identical
         (out / "checkpoints" / f"step-{number:08}" / "manifest.json").write_text("")
     assert run("--resume", out, "--threads", "1").returncode == 0
     assert losses(whole) == losses(out) and weights(whole) == weights(out)
 
 
-def test_without_a_checkpoint_a_run_goes_back_to_its_first_weights(ruined, tmp_path):
+def test_rollback_without_checkpoint_uses_first_weights(ruined, tmp_path):
     ruined({2}, math.nan)
     out = tmp_path / "run"
     assert run(*WORDS, "--on-bad-step", "rollback", "--eval-every", "4", "--val-fraction", "0.1", "--out", out)
     assert list(metrics(out)) == list(range(1, 9)) and history(out)[0]["back_to"] == 0
-    lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
-    assert [line["step"] for line in lines if "val_loss" in line] == [0, 4, 8]
+    assert [*validations(out)] == [0, 4, 8]
 
 
-def test_a_checkpoint_of_later_steps_is_nothing_to_go_back_to(ruined, tmp_path):
+def test_rollback_ignores_later_checkpoints(ruined, tmp_path):
     out = tmp_path / "run"
     assert run(*WORDS, "--save-every", "4", "--out", out).returncode == 0
     ruined({2}, math.nan)
@@ -154,7 +150,7 @@ def test_a_checkpoint_of_later_steps_is_nothing_to_go_back_to(ruined, tmp_path):
     assert history(out)[-1]["back_to"] == 4 and list(metrics(out)) == list(range(1, 9))
 
 
-def test_a_spike_does_not_reach_the_weights(ruined, tmp_path):
+def test_spike_does_not_reach_weights(ruined, tmp_path):
     ruined({30}, 1e4)
     words = [*SMALL, "--steps", "40", "--clip", "0", "--on-bad-step", "skip"]
     ended = run(*words, "--set", "spike_zscore=8", "--out", tmp_path / "run")
@@ -164,10 +160,10 @@ def test_a_spike_does_not_reach_the_weights(ruined, tmp_path):
     ruined({30}, 1e4)
     ended = run(*words, "--on-bad-step", "stop", "--set", "spike_zscore=8", "--out", tmp_path / "stopped")
     refused(ended, 76, "is an outlier", "at step 30", late=True)
-    assert json.loads((tmp_path / "stopped" / "summary.json").read_text())["stop"] == "outlier"
+    assert summary(tmp_path / "stopped")["stop"] == "outlier"
 
 
-def test_spikes_are_found_alike_after_a_resume():
+def test_spike_statistics_survive_resume():
     before, after = Progress(), Progress()
     first, second = (BadSteps(TrainConfig(spike_zscore=3.0), progress) for progress in (before, after))
     for step in range(120):

@@ -1,4 +1,4 @@
-"""Metrics of a training run for Prometheus, read by its own parser: from a file, from a port, at the end."""
+"""Prometheus metrics of a training run in a file and on a port, read by Prometheus' parser."""
 
 import importlib
 import json
@@ -19,11 +19,10 @@ from distgpt.core.base.interrupts import Interrupted
 from prometheus_client import generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
-from conftest import SMALL, inside
+from conftest import SMALL, inside, succeeded
 
 
 def parsed(text):
-    """{name: {labels: value}}; a family twice, or a sample twice, is refused as node_exporter does."""
     found = {}
     for family in text_string_to_metric_families(text):
         assert family.documentation and family.type in ("gauge", "counter", "histogram")
@@ -45,22 +44,18 @@ def started(run, directory, **facts):
     return run
 
 
-def page_of(run):
-    return generate_latest(run).decode()
-
-
 def step(number, **more):
     return {"step": number, "loss": 2.5, "tokens": 64 * number, "step_s": 0.5, "time": 9.0, **more}
 
 
-def test_the_page_has_what_a_step_and_an_evaluation_reported(tmp_path, monkeypatch):
+def test_exporter_page_has_step_and_evaluation_values(tmp_path, monkeypatch):
     monkeypatch.setenv("SLURM_JOB_ID", "77")
     run = started(Exporter(), tmp_path / 'a "run"\\\nof mine')
     run.stepped(step(3, grad_norm=float("inf"), memory_mb=12, skipped=1))
     run.evaluated({"step": 3, "time": 8.0, "val_loss": 3.5})
-    run.stepped(step(4, loss=float("nan"), watts=3.25, **{"top-k": 1}))  # what another callback adds
-    page = page_of(run)
-    assert value(page, "step") == 4 and value(page, "tokens_total") == 256
+    run.stepped(step(4, loss=float("nan"), watts=3.25, **{"top-k": 1}))  # added by another callback
+    page = generate_latest(run).decode()
+    assert value(page, "step") == 4 and value(page, "last_step") == 100 and value(page, "tokens_total") == 256
     assert value(page, "validation_loss") == 3.5 and value(page, "skipped_steps_total") == 1
     assert value(page, "step_timestamp_seconds") == 9 and value(page, "running") == 1
     assert value(page, "loss") != value(page, "loss")  # NaN
@@ -73,7 +68,7 @@ def test_the_page_has_what_a_step_and_an_evaluation_reported(tmp_path, monkeypat
     assert dict(about)["job"] == "77" and dict(about)["ranks"] == "4"
 
 
-def test_metrics_name_the_library_that_is_missing(tmp_path, monkeypatch):
+def test_exporter_names_missing_library(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "prometheus_client", None)
     monkeypatch.delitem(sys.modules, "distgpt.callbacks.exporter")
     with pytest.raises(UsageError, match=re.escape("pip install 'distgpt[prometheus]'")):
@@ -83,7 +78,7 @@ def test_metrics_name_the_library_that_is_missing(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("error", "code"), [(None, 0), (Interrupted(10), 75), (StorageError(""), 74), (ValueError(), 70)]
 )
-def test_the_last_version_of_a_file_says_how_the_run_ended(tmp_path, error, code):
+def test_textfile_ends_with_exit_code(tmp_path, error, code):
     run = started(Textfile(tmp_path), tmp_path / "run")
     run.stepped(step(1))  # too soon after the first version
     (path,) = tmp_path.glob("*.prom")
@@ -94,13 +89,13 @@ def test_the_last_version_of_a_file_says_how_the_run_ended(tmp_path, error, code
                 raise error
         finally:
             run.close()
-    run.close()  # once more, as a command does, after the error was dealt with
+    run.close()  # a command closes again after handling the error
     page = path.read_text()
     assert (value(page, "running"), value(page, "exit_code"), value(page, "step")) == (0, code, 1)
     assert [*tmp_path.iterdir()] == [path]
 
 
-def test_a_file_is_replaced_now_and_then_and_a_run_has_the_same_one_again(tmp_path, monkeypatch):
+def test_textfile_is_replaced_and_reused(tmp_path, monkeypatch):
     first = started(Textfile(tmp_path), tmp_path / "run")
     (path,) = tmp_path.glob("*.prom")
     before = path.stat().st_ino
@@ -112,7 +107,7 @@ def test_a_file_is_replaced_now_and_then_and_a_run_has_the_same_one_again(tmp_pa
     assert len([*tmp_path.glob("distgpt-run-*.prom")]) == 2
 
 
-def test_a_folder_that_is_gone_is_said_once_and_ends_no_run(tmp_path, monkeypatch, capsys):
+def test_missing_textfile_directory_is_reported_once(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(exporter, "SECONDS_BETWEEN", 0)
     folder = tmp_path / "metrics"
     folder.mkdir()
@@ -127,13 +122,13 @@ def test_a_folder_that_is_gone_is_said_once_and_ends_no_run(tmp_path, monkeypatc
     assert value((folder / "mine.prom").read_text(), "step") == 3
 
 
-def test_names_that_node_exporter_would_not_read_are_refused(tmp_path):
+def test_textfile_rejects_names_unread_by_node_exporter(tmp_path):
     for path in (tmp_path / "mine.txt", tmp_path / "missing", tmp_path / "missing" / "mine.prom"):
         with pytest.raises(UsageError, match="--metrics-textfile"):
             Textfile(path)
 
 
-def test_a_port_answers_while_the_run_goes_on_and_is_refused_where_it_is_taken(tmp_path, capsys, monkeypatch):
+def test_port_serves_metrics_and_rejects_taken_ports(tmp_path, capsys, monkeypatch):
     run = Port("0")
     host, port = run.server.server_address
     assert host == "127.0.0.1" and f"http://127.0.0.1:{port}/metrics" in capsys.readouterr().out
@@ -149,7 +144,7 @@ def test_a_port_answers_while_the_run_goes_on_and_is_refused_where_it_is_taken(t
     for wrong in (str(port), "node..a:80"):  # taken; a name that Python cannot encode
         with pytest.raises(UsageError, match=f"--metrics-port {wrong}"):
             Port(wrong)
-    # A batch job that has waited, and perhaps resumes, goes on without it.
+    # A batch job continues without the port.
     monkeypatch.setenv("PBS_ENVIRONMENT", "PBS_BATCH")
     monkeypatch.setenv("PBS_JOBID", "7.host")
     started(Port(str(port)), tmp_path).stepped(step(8))
@@ -159,7 +154,7 @@ def test_a_port_answers_while_the_run_goes_on_and_is_refused_where_it_is_taken(t
 
 
 @pytest.mark.parametrize("sends", [True, False])
-def test_a_client_that_is_slow_keeps_no_other_waiting(sends):
+def test_slow_client_does_not_block_others(sends):
     run = Port("0")
     where, done = run.server.server_address, threading.Event()
 
@@ -179,7 +174,7 @@ def test_a_client_that_is_slow_keeps_no_other_waiting(sends):
     run.server.server_close()
 
 
-def test_an_address_may_stand_before_a_port():
+def test_port_accepts_addresses():
     known = {"9200": ("127.0.0.1", 9200), "node7:1": ("node7", 1), "[::]:80": ("::", 80)}
     assert {text: parsed_address(text) for text in known} == known
     for wrong in ("", "node", "99999", "-1", "a:b"):
@@ -187,13 +182,11 @@ def test_an_address_may_stand_before_a_port():
             parsed_address(wrong)
 
 
-def test_a_run_writes_metrics_and_a_log_of_objects_alone(tmp_path):
-    """One run for all of it: what the command passes on, and in which order."""
+def test_run_writes_metrics_and_json_log(tmp_path):
     args = ("--out", "run", "--steps", "6", "--val-fraction", "0.05", "--sample-every", "3", "--threads", "1")
     watched = ("--log-format", "json", "--metrics-textfile", tmp_path, "--metrics-port", "0")
     before = time.time()
-    done = inside("train", *SMALL, *args, *watched, cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
+    done = succeeded("train", *SMALL, *args, *watched, cwd=tmp_path)
     (path,) = tmp_path.glob("*.prom")
     page = path.read_text()
     last = json.loads((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()[-2])
@@ -203,9 +196,8 @@ def test_a_run_writes_metrics_and_a_log_of_objects_alone(tmp_path):
     told = [json.loads(line) for line in done.stdout.splitlines()]
     assert all({"time", "level", "host", "rank", "step", "event"} <= each.keys() for each in told)
     events = [each["event"] for each in told]
-    assert [name for name in events if name not in ("note", "message", "sample", "step")] == [
-        *("start", "evaluation", "end")
-    ]
+    others = [name for name in events if name not in ("note", "message", "sample", "step")]
+    assert others == ["start", "evaluation", "end"]
     steps = {each["step"]: each["loss"] for each in told if each["event"] == "step"}
     assert 1 in steps and steps[6] == last["loss"]
     assert "+" in told[0]["time"] or told[0]["time"].endswith("Z")

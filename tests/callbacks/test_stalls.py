@@ -1,8 +1,8 @@
-"""A run that no longer gets on says which rank is where; what can be saved is saved before it ends."""
+"""A stalled run reports the state of each rank, and saves before it ends."""
 
-import json
 import os
 import signal
+import socket
 import subprocess
 import threading
 import time
@@ -21,15 +21,15 @@ from distgpt.core.train.step import Step
 from stopping import of_job
 from threadranks import on_all_ranks
 
-from conftest import SMALL, clean_environment, command, inside, losses, metrics, needs_mpi, wait_for
+from conftest import SMALL, clean_environment, command, inside, losses, metrics, slow_ranks, summary, wait_for
 
 
-def test_the_slowest_rank_is_a_metric_of_each_step():
+def test_stragglers_report_slowest_rank():
     for seconds, found in (([], {}), ([0.0, 0.0], {}), ([1.0, 4.0, 2.0], {"slowest_rank": 1, "late_s": 2.5})):
         assert Stragglers().after_step(SimpleNamespace(rank_seconds=seconds)) == found
 
 
-def test_reports_reach_rank_0_and_strangers_do_not():
+def test_reports_reach_rank_0_only_from_ranks():
     def act(comm):
         reports, found = Reports(comm), []
         try:
@@ -61,16 +61,15 @@ def quick(monkeypatch):
     monkeypatch.setattr(watchdog, "SECONDS_BETWEEN", 0.05)
 
 
-def test_every_rank_is_named_with_what_it_does(quick, capsys):
-    """Two ranks that report, of three; the third, whose thread has ended, is silent."""
+def test_stall_report_lists_every_rank(quick, capsys):
+    """Two of three ranks report; the third is silent, because its thread has ended."""
     said, left, done = [], [], threading.Event()
 
     def act(comm):
         place = Activity()
         place.step = 6
         place.enter(COMPUTING)
-        limits = Limits(stall_timeout=0.8)
-        with Watchdog(comm, place, limits, float, said.append, left.append):
+        with Watchdog(comm, place, Limits(stall_timeout=0.8), float, said.append, left.append):
             if comm.rank == 2:
                 time.sleep(0.3)
             elif comm.rank == 1:
@@ -87,12 +86,37 @@ def test_every_rank_is_named_with_what_it_does(quick, capsys):
     for rank, what in enumerate(("computing for", "computing for", "silent for")):
         assert lines[rank + 1].startswith(f"  rank {rank} on {os.uname().nodename} (process {os.getpid()}): {what}")
     assert lines[3].endswith("last computing at step 7") and len(lines) == 4
-    stacks = capsys.readouterr().err  # each rank's own, of those that hear of it
+    stacks = capsys.readouterr().err  # only two ranks are notified
     assert stacks.count(" is at\n") == 2 and "done.wait(20)" in stacks
     assert said[1].startswith("continuing after ") and not left
 
 
-def test_what_nccl_says_to_nobody_ends_the_job_while_the_main_thread_waits():
+def test_stall_is_reported_once_and_ends_nothing(quick, monkeypatch):
+    begun, later, said, left = time.monotonic(), [0.0], [], []
+    monkeypatch.setattr(watchdog, "time", SimpleNamespace(monotonic=lambda: begun + later[0]))
+
+    def act(comm):
+        with Watchdog(comm, Activity(), Limits(stall_timeout=0.01), float, said.append, left.append):
+            for moment, reports in ((0.0, 0), (0.19, 0), (0.21, 1), (60.0, 1)):  # 4 missing reports
+                later[0] = moment
+                time.sleep(0.2)
+                comm.barrier()
+                assert len(said) == reports and not left
+                comm.barrier()
+
+    on_all_ranks(2, act)
+
+
+def test_addresses_of_this_host_include_its_default_route():
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect(("192.0.2.1", 9))  # sends nothing
+        except OSError:
+            pytest.skip("no route to other hosts")
+        assert probe.getsockname()[0] in watchdog._own_addresses()
+
+
+def test_nccl_error_ends_job_while_main_thread_waits():
     left, trouble, waited = [], [], threading.Event()
 
     def leave(error):
@@ -111,7 +135,7 @@ def test_what_nccl_says_to_nobody_ends_the_job_while_the_main_thread_waits():
     assert "NCCL_ERROR_REMOTE_ERROR: remote process exited" in str(left[0])
 
 
-def test_a_single_process_reports_its_own_stall(quick, tmp_path, monkeypatch):
+def test_single_process_reports_stall(quick, tmp_path, monkeypatch):
     launch = Step.launch
 
     def launched(self, step, batches, *flags):
@@ -128,11 +152,7 @@ def test_a_single_process_reports_its_own_stall(quick, tmp_path, monkeypatch):
     assert signal.set_wakeup_fd(-1) == -1
 
 
-# With real ranks, of which one is stopped
-
-
 def stuck(tmp_path, *words):
-    """A job in the middle of its work, whose rank 1 was just stopped: job, ranks, directory."""
     out = tmp_path / "run"
     args = ["train", *SMALL, "--stage", "mpi", "--steps", "100000", "--save-every", "10m", "--out", out, *words]
     how = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
@@ -148,10 +168,8 @@ def gone(ranks):
     return not any(Path(f"/proc/{rank}").exists() for rank in ranks)
 
 
-@pytest.mark.ranks
-@pytest.mark.slow
-@needs_mpi
-def test_a_stopped_rank_is_named_and_nothing_is_lost(tmp_path):
+@slow_ranks
+def test_stopped_rank_is_named_and_run_saved(tmp_path):
     job, ranks, out = stuck(tmp_path, "--stall-timeout", "2s", "--stall-abort", "6s")
     begun = time.monotonic()
     named = next(line for line in job.stdout if line.startswith("  rank 1 on "))
@@ -164,18 +182,15 @@ def test_a_stopped_rank_is_named_and_nothing_is_lost(tmp_path):
     wait_for(lambda: gone(ranks))
     logged = metrics(out)
     assert max(logged) == step and {line["slowest_rank"] for line in logged.values()} == {0, 1}
-    assert json.loads((out / "summary.json").read_text())["stop"] == "interrupted"
+    assert summary(out)["stop"] == "interrupted"
     assert not (out / "running.json").exists()
     more = ["--resume", out, "--stage", "mpi", "--steps", str(step + 3)]
     resumed = subprocess.run(command("train", *more, ranks=2), env=clean_environment(), capture_output=True)
     assert resumed.returncode == 0 and len(losses(out)) == step + 3
 
 
-@pytest.mark.ranks
-@needs_mpi
-@pytest.mark.slow
-def test_a_signal_ends_also_a_stuck_job(tmp_path):
-    """It saves after a while."""
+@slow_ranks
+def test_signal_ends_stuck_job(tmp_path):
     job, ranks, out = stuck(tmp_path)
     job.terminate()
     _, errors = job.communicate(timeout=60)

@@ -1,4 +1,4 @@
-"""A log of JSON: lines, levels and ends; what a run shows in it (test_exporters.py has a whole run)."""
+"""JSON log lines, levels and ends; test_exporters.py has a whole run."""
 
 import io
 import json
@@ -15,8 +15,6 @@ from conftest import inside
 
 @pytest.fixture
 def written(monkeypatch):
-    """Run a command's body under a log; return its objects of standard output and of standard error."""
-
     def run(body, **environment):
         for name, value in environment.items():
             monkeypatch.setenv(name, value)
@@ -44,19 +42,19 @@ def raising(error):
 @pytest.mark.parametrize(
     ("error", "code", "level"), [(StorageError("it is full"), 74, "error"), (Interrupted(10), 75, "warning")]
 )
-def test_the_line_of_an_end_has_the_exit_code(written, error, code, level):
+def test_json_end_has_exit_code(written, error, code, level):
     said, (end,) = written(raising(error))
     assert not said and (end["event"], end["level"], end["exit_code"]) == ("end", level, code)
     assert end["message"] == str(error)
 
 
-def test_an_internal_error_is_objects_with_its_traceback(written):
+def test_json_internal_error_has_traceback(written):
     said, (end, *trace) = written(raising(ValueError("x")))
     assert not said and end["exit_code"] == 70 and end["message"] == "rank 0: internal error"[8:]
     assert trace[0]["message"].startswith("Traceback") and trace[-1]["message"] == "ValueError: x"
 
 
-def test_each_whole_line_is_an_object_and_others_wait_for_their_end(written):
+def test_json_log_writes_whole_lines(written):
     def body():
         pieces, plain = [], sys.stdout.plain
         plain.write = lambda piece: (pieces.append(piece), type(plain).write(plain, piece))
@@ -66,12 +64,12 @@ def test_each_whole_line_is_an_object_and_others_wait_for_their_end(written):
         print("a note\x1b", file=sys.stderr)
 
     said, notes = written(body, SLURM_JOB_ID="7", SLURM_PROCID="3", SLURM_NTASKS="4", SLURM_STEP_ID="0")
-    assert [each["message"] for each in said] == ["one", "two!"]  # rank 3: rank 0 says how it ends
+    assert [each["message"] for each in said] == ["one", "two!"]  # rank 0 reports the end
     assert notes[0]["level"] == "warning" and notes[0]["message"] == "a note\x1b"
     assert {each["job"] for each in (*said, *notes)} == {"7"} and {each["rank"] for each in said} == {3}
 
 
-def test_numbers_are_numbers_and_those_without_end_are_null(written):
+def test_json_numbers_stay_numbers_and_nan_is_null(written):
     def body():
         lines = JsonLines(3600)
         lines.started({"first_step": 0, "steps": 9, **about})
@@ -91,7 +89,7 @@ def test_numbers_are_numbers_and_those_without_end_are_null(written):
     assert (end["event"], end["exit_code"]) == ("end", 0)
 
 
-def test_mistakes_of_the_command_line_are_objects_too():
+def test_command_line_mistakes_are_json():
     done = inside("train", "--log-format", "json", "--steps", "many")
     told = [json.loads(line) for line in done.stderr.splitlines()]
     assert done.returncode == 2 and told[-1]["exit_code"] == 2 and "'many'" in told[-1]["message"]

@@ -1,7 +1,6 @@
-"""Jobs of real batch systems: saved when they are stopped, queued again or followed, ended, and finished.
+"""Jobs of real batch systems, if installed: stopped, requeued, followed, ended and finished.
 
-Each system is started by the tests, where it is installed. A run stands still when it is to be stopped.
-volclava, an open clone of LSF, has no -wa and -wt: the tests send the URG that LSF sends before the limit.
+volclava, an open clone of LSF, has no -wa and -wt. The tests send the URG that LSF sends before the limit.
 """
 
 import json
@@ -24,9 +23,9 @@ import slurmcluster
 from distgpt.cluster.jobs import systems
 from schedulers import OPEN_MPI, RUN, STEPS, WORDS, BatchJob, is_asked, variable
 
-from conftest import distgpt, inside, losses, metrics, needs_mpi
+from conftest import distgpt, losses, metrics, needs_mpi, succeeded, summary
 
-# What starts each system, and what a job needs to have two ranks.
+# Each system's module, fixture, and options of a job with two ranks.
 SYSTEMS = {
     "slurm": (slurmcluster, slurmcluster.slurm_cluster, "--nodes 2 --mpi pmi2"),
     "sge": (gridengine, gridengine.grid_engine, "--ranks-per-node 2"),
@@ -40,26 +39,22 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(500), *ALONE, needs_mpi]
 
 
 def on(system, *values, name=""):
-    """A case of a test: the system, and what else the test takes."""
     reason = SYSTEMS[system][0].lacking()
     marks = [pytest.mark.cluster, pytest.mark.skipif(bool(reason), reason=reason)]
     return pytest.param(system, *values, marks=marks, id=f"{system} {name}".strip())
 
 
 def only(*systems):
-    """A test of these systems alone."""
     return pytest.mark.parametrize("cluster", [on(system) for system in systems], indirect=True)
 
 
 def table(names, cases):
-    """A test of all cases: {(system, name): values}."""
     rows = [on(system, *values, name=name) for (system, name), values in cases.items()]
     return pytest.mark.parametrize(f"cluster, {names}", rows, indirect=["cluster"])
 
 
 @pytest.fixture(scope="module")
 def started():
-    """Give a system, which is started once."""
     with ExitStack() as stack:
         yield cache(lambda system: stack.enter_context(SYSTEMS[system][1]()))
 
@@ -76,17 +71,13 @@ def folder(cluster, tmp_path):
 
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory):
-    """The run on two ranks without a batch system, which nobody stops."""
     run = tmp_path_factory.mktemp("finished") / "run"
-    result = distgpt(*WORDS, "--stage", "mpi", "--threads", "1", "--out", run, ranks=2, timeout=300)
-    assert result.returncode == 0, result.stderr
+    succeeded(*WORDS, "--stage", "mpi", "--threads", "1", "--out", run, ranks=2, timeout=300, by=distgpt)
     return run
 
 
 @pytest.fixture
 def submit(cluster, folder):
-    """Submit a job of two ranks, for an hour unless the options say otherwise."""
-
     def submitted(*options, **how):
         of_two = () if "--ranks-per-node" in options else SYSTEMS[cluster.system][2].split()
         return cluster.submit(folder, *of_two, *([] if "--time" in options else ["--time", "1h"]), *options, **how)
@@ -95,7 +86,6 @@ def submit(cluster, folder):
 
 
 def same(run, finished):
-    """Tell whether two runs have the same weights and losses, to the bit."""
     saved = [(path / "weights.safetensors").read_bytes() for path in (run, finished)]
     return saved[0] == saved[1] and losses(run) == losses(finished)
 
@@ -104,16 +94,13 @@ def begun(run):
     return json.loads((run / "history.jsonl").read_text().splitlines()[0])
 
 
-# How a job is stopped. What a function returns is done once the ranks have been woken.
-
-
+# How to stop a job. A function that is returned runs once the ranks have been woken.
 def asked(job, ranks):
-    """By the system itself: the ranks stand still until they have the signal."""
     job.cluster.wait_for(lambda: all(map(is_asked, ranks)))
 
 
 def told(*words, waits=False, call=lambda cluster: cluster.call):
-    """By a command of the system; `waits`: until the ranks have the signal."""
+    """Stop the job by a command of the system; `waits`: until the ranks have the signal."""
 
     def stop(job, ranks):
         call(job.cluster)(*(word.format(job.called) for word in words))
@@ -124,11 +111,10 @@ def told(*words, waits=False, call=lambda cluster: cluster.call):
 
 
 def before_its_end(job, ranks, seconds=2):
-    """By the run itself, which knows the end of its job."""
     end = float(variable(ranks[0], "DISTGPT_JOB_END"))
     if job.cluster.system == "flux":
         left = float(job.cluster.call("job", "timeleft", job.number))
-        assert 15 < time.time() + left - end < 25  # for a successor to be submitted
+        assert 15 < time.time() + left - end < 25  # time to submit a successor
     job.cluster.wait_for(lambda: time.time() > end - seconds)
 
 
@@ -139,25 +125,22 @@ def warned(job, ranks):
 
 def requeued_by_lsf(job, ranks):
     job.cluster.call("brequeue", job.number)
-    time.sleep(3)  # LSF answers before it signals: ranks that go on at once are done by then
+    time.sleep(3)  # LSF answers before it signals the ranks
 
 
 def requeued_by_pbs(job, ranks):
-    """By an operator: qrerun returns when the job has ended."""
     assert job.cluster.by_user("qrerun", job.number, check=False).returncode != 0
     threading.Thread(target=job.cluster.call, args=("qrerun", job.number)).start()
     asked(job, ranks)
 
 
 def preempted(job, ranks):
-    """By a job that needs both nodes and has a higher priority."""
     call, knows = job.cluster.call, partial(job.cluster.job, job.number)
     call("sbatch", "-p", "high", "-N2", "--exclusive", "-o", "/dev/null", "--wrap", "true")
     job.cluster.wait_for(lambda: knows()["JobState"] != "RUNNING" or "PreemptTime" in knows())
 
 
 def out_of_time(job, ranks):
-    """By the time limit, which is then long enough for the rest."""
     asked(job, ranks)
 
     def prolong():
@@ -167,8 +150,7 @@ def out_of_time(job, ranks):
     return prolong
 
 
-def goes_on(job, code, finished, follows=False):
-    """Check that a job that was stopped has ended as if it had not been, by itself or by one successor."""
+def check_continued(job, code, finished, follows=False):
     last, attempt = (job.successor(), 0) if follows else (job, 1)
     last.log(attempt)  # waits for it
     job.cluster.finish()
@@ -182,6 +164,7 @@ def goes_on(job, code, finished, follows=False):
     assert of["system"] == systems.SYSTEMS[job.cluster.system].name and str(job.number).lstrip("f") in of["id"]
 
 
+TO_LAST = "flux job kill -s {} $(flux job last)"  # cancel would end a broker
 STOPPED = {
     ("slurm", "preempted"): (["--directive", "--partition=low"], preempted, 143),
     ("slurm", "USR1 to the ranks"): ([], told("scancel", "--signal=USR1", "{}"), 75),
@@ -191,7 +174,7 @@ STOPPED = {
     ("slurm", "followed"): (["--successor"], told("scancel", "--signal=USR1", "{}"), 75),
     ("sge", "at the limit"): (["--time", "60s"], asked, 75),
     ("sge", "followed"): (["--time", "60s", "--successor"], asked, 75),
-    # All processes of a job of LSF get the signal.
+    # LSF signals all processes of a job.
     ("lsf", "URG before the limit"): ([], warned, 75),
     ("lsf", "USR2"): ([], told("bkill", "-s", "USR2", "{}", waits=True), 75),
     ("lsf", "USR1"): ([], told("bkill", "-s", "USR1", "{}", waits=True), 75),
@@ -202,18 +185,19 @@ STOPPED = {
     ("pbs", "followed on two nodes"): (["--time", "45s", *ON_TWO_NODES], partial(before_its_end, seconds=6), 75),
     ("pbs", "requeued"): ([*ON_TWO_NODES], requeued_by_pbs, None),
     ("flux", "followed"): (["--time", "100s"], before_its_end, 75),
-    ("flux", "USR1 on two nodes"): ([*ON_TWO_NODES], told("proxy", "{}", "flux job kill -s USR1 $(flux job last)"), 75),
+    ("flux", "USR1 on two nodes"): ([*ON_TWO_NODES], told("proxy", "{}", TO_LAST.format("USR1")), 75),
 }
 
 
 @table("options, stop, code", STOPPED)
-def test_stopped_job_ends_as_if_it_had_not_been(cluster, submit, finished, options, stop, code):
+def test_stopped_job_resumes_with_identical_results(cluster, submit, finished, options, stop, code):
     [job] = submit(*options)
     with job.held() as ranks:
         after = stop(job, ranks)
     if after:
         after()
-    goes_on(job, code, finished, follows="--successor" in options or (cluster.system in ("pbs", "flux") and code == 75))
+    follows = "--successor" in options or (cluster.system in ("pbs", "flux") and code == 75)
+    check_continued(job, code, finished, follows)
 
 
 ENDED = {
@@ -223,17 +207,12 @@ ENDED = {
     ("lsf", "killed"): (["--successor"], told("bkill", "{}"), 130),
     ("pbs", "deleted"): ([], told("qdel", "{}", waits=True, call=lambda cluster: cluster.by_user), 143),
     ("flux", "cancelled"): ([], told("cancel", "{}"), 75),
-    # To cancel it would end a broker.
-    ("flux", "TERM on two nodes"): (
-        [*ON_TWO_NODES],
-        told("proxy", "{}", "flux job kill -s TERM $(flux job last)"),
-        143,
-    ),
+    ("flux", "TERM on two nodes"): ([*ON_TWO_NODES], told("proxy", "{}", TO_LAST.format("TERM")), 143),
 }
 
 
 @table("options, end, code", ENDED)
-def test_ended_job_has_saved_and_stays_so(cluster, submit, options, end, code):
+def test_ended_job_saves_and_is_not_restarted(cluster, submit, options, end, code):
     [job] = submit(*options)
     with job.held() as ranks:
         end(job, ranks)
@@ -244,8 +223,8 @@ def test_ended_job_has_saved_and_stays_so(cluster, submit, options, end, code):
     assert not cluster.queued() and not job.followed() and "attempt 1" not in job.said()
 
 
-# An array's options, the element that is stopped, how, and whether a successor takes its place. Slurm gives the
-# number of a whole array to its last element, too.
+# An array's options, the element that is stopped, how, and whether a successor takes its place. In Slurm
+# the last element also has the number of the array.
 ARRAYS = {
     ("slurm", ""): (["--nodes", "1", "--mpi", "none"], "2", told("scancel", "--signal=USR1", "{}"), False),
     ("sge", ""): (["--time", "60s"], "1", asked, False),
@@ -255,7 +234,7 @@ ARRAYS = {
 
 
 @table("options, stopped, stop, follows", ARRAYS)
-def test_stopped_element_of_an_array_goes_on_alone(cluster, submit, folder, options, stopped, stop, follows):
+def test_stopped_array_element_resumes_separately(cluster, submit, folder, options, stopped, stop, follows):
     [array] = submit("--array", "1-2%1", *options, words=[*WORDS, "--seed", "$ELEMENT"])
     first, second = (BatchJob(cluster, folder, array.number, element) for element in "12")
     job, other = (first, second) if stopped == "1" else (second, first)
@@ -269,18 +248,16 @@ def test_stopped_element_of_an_array_goes_on_alone(cluster, submit, folder, opti
     assert "attempt 0 exited with 75" in job.said() and f"attempt {int(not follows)} left with 0" in last.said()
     assert "attempt 0 exited with 0" in other.said() and "attempt 1" not in other.said()
     assert len(losses(first.run)) == len(losses(second.run)) == STEPS
-    assert losses(first.run) != losses(second.run)  # of another seed
+    assert losses(first.run) != losses(second.run)  # seeds differ
     assert job.followed() == [f"followed-{job.called}"] * follows
 
-
-# Slurm
 
 ON_SLURM = pytest.mark.skipif(bool(slurmcluster.lacking()), reason=slurmcluster.lacking())
 
 
 @ON_SLURM
-def test_job_of_slurm_on_two_nodes_trains_as_mpirun_does(started, finished, tmp_path):
-    """And ranks that srun starts without a way to meet are refused."""
+def test_slurm_job_on_two_nodes_matches_mpirun(started, finished, tmp_path):
+    """Also reject ranks that srun starts without PMI."""
     cluster = started("slurm")
     [job] = cluster.submit(tmp_path, "--nodes", "2", "--mpi", "pmi2", "--time", "1h")
     cluster.finish()
@@ -297,41 +274,36 @@ def test_job_of_slurm_on_two_nodes_trains_as_mpirun_does(started, finished, tmp_
 
 @only("slurm")
 @pytest.mark.skipif(OPEN_MPI is None, reason="needs Debian's Open MPI: apt install openmpi-bin")
-def test_open_mpi_by_pmix_is_saved_and_has_the_bits_of_mpich(cluster, submit, finished):
-    """As where a site has its own MPI: a module brings the library, Slurm the way to meet.
-
-    Of one node: two of them would take the same folder in /tmp, where Slurm leaves what PMIx needs.
-    """
+def test_open_mpi_by_pmix_saves_and_matches_mpich(cluster, submit, finished):
+    """A site's own MPI by a module, on one node: two nodes would share PMIx's directory in /tmp."""
     [job] = submit("--mpi", "pmix", "--ranks-per-node", "2", "--setup", f"export MPI4PY_LIBMPI={OPEN_MPI}")
     with job.held("PMIX_RANK"):
         cluster.call("scontrol", "requeue", job.number)
-    goes_on(job, 143, finished)
+    check_continued(job, 143, finished)
     assert begun(job.run)["mpi"].startswith("Open MPI")
 
 
 def written(folder, *words):
-    result = inside("submit", "--system", "slurm", "--time", "5m", *words, "train", cwd=folder)
-    assert result.returncode == 0, result.stderr
-    return result.stdout
+    return succeeded("submit", "--system", "slurm", "--time", "5m", *words, "train", cwd=folder).stdout
 
 
 @pytest.mark.cluster
 @ON_SLURM
 @pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="needs two cores")
-def test_ranks_of_a_described_node_are_bound_to_cores_of_their_own(tmp_path):
-    """By the script's own srun, which starts something that shows where it may run."""
+def test_described_node_binds_ranks_to_separate_cores(tmp_path):
+    """The script's srun starts a program that prints its CPUs."""
     script = written(tmp_path, "--node", "1x2", "--mpi", "none", "--ranks-per-node", "2", "--name", "bound")
     show = shlex.join([sys.executable, "-c", "import os; print(*os.sched_getaffinity(0))"])
     script = re.sub(r"(--wait=60 \\\n  ).*?( \\\n  >>)", lambda found: found[1] + show + found[2], script, flags=re.S)
     with slurmcluster.slurm_cluster(slurmcluster.BINDING) as own:
         own.call("sbatch", "--wait", input=script, cwd=tmp_path)
     (log,) = tmp_path.glob("bound-*.0.log")
-    assert len({*log.read_text().splitlines()}) == len(log.read_text().split()) == 2  # a core each
+    assert len({*log.read_text().splitlines()}) == len(log.read_text().split()) == 2  # one core each
 
 
 @only("slurm")
-def test_job_that_never_gets_on_is_not_queued_for_ever(cluster, folder):
-    """Its ranks ask for another attempt, and have left no checkpoint."""
+def test_job_without_progress_is_not_requeued(cluster, folder):
+    """The ranks exit with 75 and no checkpoint."""
     edited = re.sub(r"\S*distgpt train ", "sh -c 'exit 75' ", script := written(folder, "--name", "my-run-s"))
     assert edited != script
     number = cluster.call("sbatch", "--parsable", input=edited, cwd=folder).strip()
@@ -342,7 +314,6 @@ def test_job_that_never_gets_on_is_not_queued_for_ever(cluster, folder):
 
 @only("slurm")
 def test_run_moves_to_one_node_and_back(cluster, submit, folder, finished):
-    """The same script, with other options for sbatch. As many ranks give the same bytes."""
     [job] = submit()
     (folder / "job.sh").write_text(cluster.call("scontrol", "write", "batch_script", job.number, "-"))
     for options in (["--nodes=1", "--ntasks-per-node=2"], []):
@@ -356,11 +327,8 @@ def test_run_moves_to_one_node_and_back(cluster, submit, folder, finished):
     assert "attempt 0 exited with 0" in job.said() and same(job.run, finished)
 
 
-# LSF
-
-
 @only("lsf")
-def test_suspended_job_goes_on(cluster, submit, finished):
+def test_suspended_job_resumes(cluster, submit, finished):
     [job] = submit()
     with job.held():
         cluster.call("bstop", job.number)
@@ -373,35 +341,32 @@ def test_suspended_job_goes_on(cluster, submit, finished):
 @only("lsf")
 @pytest.mark.skipif(OPEN_MPI is None, reason="needs Debian's Open MPI: apt install openmpi-bin")
 @pytest.mark.parametrize(("how", "code"), [("warned", 0), ("killed", 1)])
-def test_open_mpi_leaves_the_ranks_time_for_a_save(cluster, submit, finished, how, code):
+def test_open_mpi_leaves_time_to_save(cluster, submit, finished, how, code):
     root = "OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1"
     [job] = submit("--mpi", "openmpi", "--setup", f"export MPI4PY_LIBMPI={OPEN_MPI} {root}")
     with job.held("OMPI_COMM_WORLD_RANK") as ranks:
         assert {variable(rank, "OMPI_MCA_odls_base_sigkill_timeout") for rank in ranks} == {"10"}
         cluster.warn(job) if how == "warned" else cluster.call("bkill", job.number)
     cluster.finish()
-    # What the ranks say while it ends them is lost.
+    # Output of the ranks is lost while it ends them.
     assert f"exited with {code}; newest checkpoint: step-{max(metrics(job.run)):08}" in job.said()
     assert how == "killed" or same(job.run, finished)
 
 
-# PBS
-
-
 @only("pbs")
-def test_successor_waits_for_no_job_that_pbs_has_forgotten(cluster, submit, folder, finished):
+def test_successor_ignores_forgotten_pbs_jobs(cluster, submit, folder, finished):
     (folder / "first.sh").write_text("true\n")
     before = cluster.by_user("qsub", "first.sh", cwd=folder).strip()
     [job] = submit("--time", "45s", "--directive", f"-W depend=afterany:{before}")
     with job.held() as ranks:
         before_its_end(job, ranks, seconds=6)
     cluster.call("qdel", "-x", before)
-    goes_on(job, 75, finished, follows=True)
+    check_continued(job, 75, finished, follows=True)
     assert "time limit reached" in job.log() and cluster.attribute(job.number, "Exit_status") == "0"
 
 
 @only("pbs")
-def test_job_whose_host_is_lost_begins_again_on_another(cluster, submit, finished):
+def test_lost_host_restarts_job_on_another(cluster, submit, finished):
     cluster.call("pbsnodes", "-o", "node1")
     [job] = submit()
     with job.held():
@@ -417,8 +382,8 @@ def test_job_whose_host_is_lost_begins_again_on_another(cluster, submit, finishe
 
 @only("pbs")
 @pytest.mark.skipif(OPEN_MPI is None, reason="needs Debian's Open MPI: apt install openmpi-bin")
-def test_open_mpi_finds_the_nodes_of_a_job_without_its_library(cluster, submit, finished):
-    # It gives ranks on other nodes the variables alone that are named here.
+def test_open_mpi_finds_pbs_nodes(cluster, submit, finished):
+    # Open MPI passes only listed variables to other nodes.
     own = f"export MPI4PY_LIBMPI={OPEN_MPI} OMPI_MCA_plm_rsh_agent={cluster.folder / 'remote-start'}"
     named = "export OMPI_MCA_mca_base_env_list=MPI4PY_LIBMPI"
     [job] = submit("--mpi", "openmpi", *ON_TWO_NODES, "--setup", own, "--setup", named)
@@ -426,11 +391,8 @@ def test_open_mpi_finds_the_nodes_of_a_job_without_its_library(cluster, submit, 
     assert "2 ranks on node1, node2" in job.log() and same(job.run, finished)
 
 
-# Flux
-
-
 @only("flux")
-def test_elements_of_flux_are_jobs_with_directories_and_seeds_of_their_own(cluster, submit, folder):
+def test_flux_elements_have_separate_directories_and_seeds(cluster, submit, folder):
     options = ["--array", "1-2", "--setup", "export SET='b c'", "--prefix", "env A=B", "--directive", "--urgency=20"]
     jobs = submit(*options, words=[*WORDS, "--seed", "$ELEMENT", "--steps", "10"])
     cluster.finish()
@@ -443,14 +405,14 @@ def test_elements_of_flux_are_jobs_with_directories_and_seeds_of_their_own(clust
 
 
 @only("flux")
-def test_ranks_of_flux_have_a_core_each_or_all_gpus_of_their_node(cluster, submit, folder):
+def test_flux_ranks_get_cores_or_gpus(cluster, submit, folder):
     [job] = submit("--time", "10m")
     with job.held() as ranks:
         cores = {re.search(r"Cpus_allowed_list:\s+(\S+)", (rank / "status").read_text())[1] for rank in ranks}
     cluster.finish()
     assert len(cores) == 2
-    summary = json.loads((job.run / "summary.json").read_text())
-    assert (summary["job"]["id"], summary["launcher"]) == (job.number.replace("f", "ƒ", 1), "flux run")
+    about = summary(job.run)
+    assert (about["job"]["id"], about["launcher"]) == (job.number.replace("f", "ƒ", 1), "flux run")
     report = """sh -c 'echo $FLUX_TASK_RANK $CUDA_VISIBLE_DEVICES >>"gpus $FLUX_TASK_RANK"'"""
     options = ["--nodes", "2", "--ranks-per-node", "4", "--cpus-per-task", "1", "--gpus-per-node", "2"]
     with fluxinstance.flux_instance(pretended="--cores=0-3 --gpus=0-1") as pretended:

@@ -1,4 +1,4 @@
-"""Ranks bind themselves, and their threads, where a launch has not: real processes on two real cores."""
+"""Ranks bind themselves and their threads if the launch did not: processes on two real cores."""
 
 import json
 import os
@@ -15,7 +15,7 @@ from distgpt.core.comm.affinity import Affinity
 from distgpt.core.comm.api import SerialComm
 from trees import TREES, Core, Seen, Tree, sys_of
 
-from conftest import HELPERS, MPIRUN, SMALL, distgpt, inside, needs_mpi, refused
+from conftest import HELPERS, MPIRUN, SMALL, distgpt, inside, needs_mpi, refused, succeeded
 
 OWN = sorted(os.sched_getaffinity(0))[:2] if hasattr(os, "sched_getaffinity") else []
 PLACED = [sys.executable, str(HELPERS / "placed.py")]
@@ -32,32 +32,29 @@ def of_two_ranks(test):
 
 @pytest.fixture
 def node(tmp_path):
-    """A node of this machine's two CPUs, each a NUMA region of its own."""
     cores = [Core((cpu,), region=i, l3=i) for i, cpu in enumerate(OWN)]
     seen = Seen(cpus=2, cores=2, sockets=1, regions=2, l3=2)
     return Tree(cores, seen).write(tmp_path / "sys")
 
 
 def placed(root, ranks=0, threads=0, stage="", bind="auto", launch=()):
-    """Run the helper; return what each rank tells."""
-    two = ["taskset", "-c", ",".join(map(str, OWN))]  # of the more that this machine may have
+    two = ["taskset", "-c", ",".join(map(str, OWN))]  # this machine may have more
     words = [*two, *launch, *PLACED]
     if ranks:
         words = [*two, *launch, MPIRUN, "-n", str(ranks), *PLACED]
     words += [stage or ("mpi" if ranks else "serial"), str(threads), str(root)]
-    result = distgpt(program=words, cold=True, env={VARIABLE: bind})
-    assert result.returncode == 0, result.stderr
+    result = succeeded(program=words, cold=True, env={VARIABLE: bind}, by=distgpt)
     return sorted(map(json.loads, result.stdout.splitlines()), key=lambda told: told["rank"])
 
 
 @of_two_ranks
-def test_unbound_ranks_bind_themselves_to_cores_of_their_own(node):
+def test_unbound_ranks_bind_to_separate_cores(node):
     first, second = placed(node, ranks=2)
     for told, cpu in zip((first, second), OWN, strict=True):
         assert told["threads"] == 1 and told["workers"] == {"0": [cpu]} and told["reading"] == OWN
         assert told["child"] == told["later"] == [cpu] and told["tasks"] == [[cpu]]  # also MPI's own threads
     assert not first["lines"] and not second["lines"]
-    # A second stage of the process knows where the launch let it run, and one of its own takes nothing away.
+    # A second stage of the process has the launch's CPUs.
     assert first["unbound"] == second["unbound"] == OWN
     assert not first["again"] and not first["beside"]
     assert first["after"] == OWN[:1]
@@ -65,7 +62,7 @@ def test_unbound_ranks_bind_themselves_to_cores_of_their_own(node):
 
 @pytest.mark.ci
 @needs_two_cores
-def test_threads_of_one_process_sit_on_a_core_each_and_children_inherit_none(node):
+def test_threads_are_pinned_and_children_are_not(node):
     (told,) = placed(node)
     assert told["threads"] == 2 and told["workers"] == {"0": OWN, "1": [OWN[1]]}
     assert told["child"] == told["later"] == OWN and told["forked"] == {"0": OWN, "1": OWN}
@@ -73,13 +70,13 @@ def test_threads_of_one_process_sit_on_a_core_each_and_children_inherit_none(nod
 
 @pytest.mark.ci
 @needs_two_cores
-def test_where_all_cores_are_alike_one_process_is_left_to_linux():
+def test_single_process_on_equal_cores_is_not_pinned():
     (told,) = placed(SYS)
     assert all(mask == OWN for mask in told["workers"].values()) and not told["lines"]
 
 
 @of_two_ranks
-def test_a_bound_launch_is_obeyed(node):
+def test_bound_launch_is_kept(node):
     (told,) = placed(node, launch=["taskset", "-c", str(OWN[1])])
     assert told["workers"] == {"0": OWN[1:]} and told["threads"] == 1 and told["child"] == OWN[1:]
     words = [*PLACED, "mpi", "0", str(node)]
@@ -93,15 +90,15 @@ def test_a_bound_launch_is_obeyed(node):
 
 
 @of_two_ranks
-def test_more_ranks_than_cores_and_more_threads_than_a_block_are_not_seated(node):
+def test_oversubscribed_ranks_are_not_pinned(node):
     for told in placed(node, ranks=3):
         assert told["workers"] == {"0": OWN}
-    for told in placed(node, ranks=2, threads=2):  # asked for: obeyed, on the rank's own core
+    for told in placed(node, ranks=2, threads=2):  # a given number stays on the rank's core
         assert told["workers"] == {"0": [OWN[told["rank"]]], "1": [OWN[told["rank"]]]}
 
 
 @of_two_ranks
-def test_a_second_job_on_the_same_cores_stays_unbound_and_says_so(node):
+def test_second_job_on_cores_stays_unbound_with_note(node):
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as other:
         other.bind(claim_of(OWN[1]))
         first, second = placed(node, ranks=2)
@@ -111,16 +108,13 @@ def test_a_second_job_on_the_same_cores_stays_unbound_and_says_so(node):
 
 
 @of_two_ranks
-def test_the_variable_switches_it_off(node):
+def test_variable_disables_binding(node):
     for told in placed(node, ranks=2, bind="off"):
         assert told["workers"] == {"0": OWN} and not told["lines"]
 
 
-def test_other_values_of_the_variable_are_refused(tmp_path):
+def test_invalid_bind_variable_is_rejected(tmp_path):
     refused(inside("train", *SMALL, "--out", tmp_path / "run", env={VARIABLE: "no"}), 2, f"{VARIABLE} must be")
-
-
-# Places on nodes that are not here
 
 
 def ranks_of(masks, threads):
@@ -135,7 +129,7 @@ def places(name, masks, threads):
 EVERY = TREES["archer2"].online
 
 
-def test_an_unbound_launch_gets_blocks_and_a_bound_one_stays():
+def test_unbound_launch_gets_blocks():
     unbound = places("archer2", [EVERY] * 8, 16)
     assert all(place.binds and place.seats == place.block.seats for place in unbound)
     assert unbound[3].block.cpus == (*range(48, 64), *range(176, 192))
@@ -146,7 +140,7 @@ def test_an_unbound_launch_gets_blocks_and_a_bound_one_stays():
     assert [place.seats for place in places("archer2", sockets, 16)] == [place.seats for place in unbound]
 
 
-def test_threads_that_do_not_fill_a_block_run_anywhere_in_it():
+def test_partial_block_threads_are_not_pinned():
     for threads in (4, 17, 32):
         place = places("archer2", [EVERY] * 8, threads)[1]
         assert place.binds and place.block.seats == tuple(range(16, 32)) and not place.seats
@@ -154,7 +148,7 @@ def test_threads_that_do_not_fill_a_block_run_anywhere_in_it():
     assert not alone.binds and not alone.seats
 
 
-def test_what_is_in_doubt_is_left_alone(tmp_path):
+def test_ambiguous_places_are_not_bound(tmp_path):
     assert places("archer2", [range(16), range(8, 24)], 8) == [None, None]  # masks that overlap
     assert places("archer2", [range(16), range(128, 144)], 16) == [None, None]  # CPUs of the same cores
     assert places("alder lake", [range(20)], 6)[0].seats == ()  # a laptop
@@ -165,17 +159,14 @@ def test_what_is_in_doubt_is_left_alone(tmp_path):
     assert str(tmp_path) in line and line.endswith(": threads are not bound to cores")
 
 
-@pytest.mark.parametrize(
-    ("masks", "threads", "shared"),
-    [
-        ([EVERY] * 8, 16, ""),
-        ([EVERY], 128, ""),
-        ([range(16), range(8, 24)], 8, "8-15"),
-        ([[0], [128]], 1, "0"),  # -bind-to hwthread
-        ([range(16), range(128, 144)], 16, "0-15"),
-    ],
-)
-def test_a_launch_that_fights_itself_is_described(masks, threads, shared):
+@pytest.mark.parametrize(("masks", "threads", "shared"), [
+    ([EVERY] * 8, 16, ""),
+    ([EVERY], 128, ""),
+    ([range(16), range(8, 24)], 8, "8-15"),
+    ([[0], [128]], 1, "0"),  # -bind-to hwthread
+    ([range(16), range(128, 144)], 16, "0-15"),
+])  # fmt: skip
+def test_conflicting_launch_is_described(masks, threads, shared):
     here = ranks_of(masks, threads)
     lines = doubts(read_machine(sys_of("archer2"), here[0].cpus), here)
     assert len(lines) == bool(shared)
@@ -186,7 +177,7 @@ def test_a_launch_that_fights_itself_is_described(masks, threads, shared):
     ("share", "ranks", "granted", "threads"),
     [(256.0, 1, 256, 128), (32.0, 8, 32, 16), (32.0, 8, 8, 8), (0.5, 512, 1, 1)],
 )
-def test_threads_are_as_many_as_cores_of_the_share_that_are_granted(share, ranks, granted, threads, monkeypatch):
+def test_threads_match_granted_cores_of_share(share, ranks, granted, threads, monkeypatch):
     comm = SerialComm()
     comm.cores, comm.local_size = share, ranks
     monkeypatch.setattr(Affinity, "share", lambda self, cores, ranks, grants: granted)
@@ -198,7 +189,6 @@ def test_threads_are_as_many_as_cores_of_the_share_that_are_granted(share, ranks
 
 @pytest.fixture
 def archer2(monkeypatch):
-    """The layout of a node that this process has for itself."""
     monkeypatch.setenv(VARIABLE, "auto")
     monkeypatch.setattr(bind, "usable_cores", lambda: EVERY)
     monkeypatch.setattr(bind, "claim_of", lambda core: f"\0distgpt-test-{os.getpid()}-{core}")
@@ -206,7 +196,7 @@ def archer2(monkeypatch):
     found.forget()
 
 
-def test_threads_are_seated_by_themselves(archer2, monkeypatch):
+def test_threads_pin_themselves_once(archer2, monkeypatch):
     assert not archer2.place(SerialComm(), 128, threads_given=False)
     calls = []
     monkeypatch.setattr(os, "sched_getaffinity", lambda who: calls.append(who) or {7, 8})
@@ -218,7 +208,7 @@ def test_threads_are_seated_by_themselves(archer2, monkeypatch):
     assert calls[2:] == [0, (0, {0}), (0, {7, 8})]
 
 
-def test_ranks_agree_where_one_system_cannot_bind_and_a_failed_claim_is_explained(archer2, monkeypatch):
+def test_ranks_agree_if_one_cannot_bind(archer2, monkeypatch):
     monkeypatch.setattr(bind, "claim_of", lambda core: "x" * 200)
     sent = []
     monkeypatch.setattr(bind, "gather", lambda comm, text: sent.append(text) or [text])

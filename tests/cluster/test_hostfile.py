@@ -1,4 +1,4 @@
-"""What hostfiles mean to MPICH and Open MPI: written down as found by trying, and MPICH tried again here."""
+"""Hostfiles as MPICH and Open MPI read them, by recorded and repeated trials."""
 
 import json
 import shlex
@@ -12,11 +12,11 @@ from distgpt.cluster.jobs.launchers import hostfile_problems, mpirun, parse_host
 from distgpt.measure.doctor import hosts
 from hosts import program
 
-from conftest import MPIRUN, inside, needs_mpi, refused
+from conftest import MPIRUN, inside, refused, slow_ranks
 
 LAUNCHERS = ("MPICH", "Open MPI")
-# A file, and the ranks on each host as they were started by MPICH 5.0.2 (`mpirun -f FILE` without -n) and
-# Open MPI 5.0.11 (`--hostfile FILE`). None: it ended with an error; "?": as many as the host has cores.
+# A file, and the ranks per host that MPICH 5.0.2 (`mpirun -f FILE` without -n) and Open MPI 5.0.11
+# (`--hostfile FILE`) started. None means an error, "?" one rank per core.
 READ = {
     b"ha:2\nhb:1\n": ("ha*2 hb*1", "ha:2*? hb:1*?"),
     b"ha slots=2\nhb slots=1\n": (None, "ha*2 hb*1"),
@@ -51,14 +51,13 @@ def written_down(text):
 
 
 def meant(content, launcher):
-    """The ranks on each host by our reading."""
     ranks = {}
     for line in parse_hostfile(content, launcher):
         ranks.setdefault(line.host.rpartition("@")[2], []).append(line.slots)
     return {host: sum(n or 1 for n in given) for host, given in ranks.items()}
 
 
-def test_a_file_without_problems_means_what_the_launcher_started():
+def test_valid_hostfiles_match_launchers():
     for content, started in READ.items():
         for launcher, text in zip(LAUNCHERS, started, strict=True):
             found, ranks = hostfile_problems(launcher, parse_hostfile(content, launcher)), written_down(text)
@@ -69,12 +68,10 @@ def test_a_file_without_problems_means_what_the_launcher_started():
                 assert ranks == {host: "?" if n == "?" else counted[host] for host, n in ranks.items()}, content
 
 
-@pytest.mark.ranks
-@needs_mpi
-@pytest.mark.slow
+@slow_ranks
 @pytest.mark.skipif(MPIRUN is None or mpirun(MPIRUN)["vendor"] != "MPICH", reason="needs MPICH's mpirun")
-def test_mpich_still_reads_as_it_did(tmp_path):
-    """With a program in place of ssh that starts what it is given here, under the name of the host."""
+def test_mpich_reads_hostfiles_as_recorded(tmp_path):
+    """A program replaces ssh and runs the command here."""
     script = '[ "$1" = -x ] && shift\nASKED_AS=$1; shift\nexport ASKED_AS\nexec sh -c "$*"'
     ssh = program(tmp_path / "ssh", script)
     options = ["-launcher", "ssh", "-launcher-exec", ssh, "-iface", "lo", "-f", tmp_path / "hosts"]
@@ -101,7 +98,7 @@ MISREAD = (
 
 
 @pytest.mark.parametrize(("launcher", "content", "words"), MISREAD)
-def test_a_line_that_an_mpirun_would_misread_is_named_with_the_right_form(launcher, content, words):
+def test_misread_lines_show_correct_form(launcher, content, words):
     lines = parse_hostfile(content, launcher)
     (found,) = hostfile_problems(launcher, lines)
     assert words in found and not any(line.host for line in lines if line.problem)
@@ -114,7 +111,6 @@ def doctor(tmp_path, content, *args):
 
 @pytest.fixture
 def here(monkeypatch):
-    """MPICH, whatever is installed."""
     monkeypatch.setattr(hosts, "distant_mpi", lambda: {"problem": "", "vendor": "MPICH", "version": "5"})
     found = {"path": sys.executable, "vendor": "MPICH"}
     monkeypatch.setattr(hosts, "mpirun", lambda: found)
@@ -123,7 +119,7 @@ def here(monkeypatch):
 
 @pytest.fixture
 def ssh(tmp_path, monkeypatch):
-    """Make an `ssh` that runs this for its host, $2, and the command there, $3."""
+    """Install an `ssh` that runs this script with host $2 and command $3."""
     monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
 
     def make(script):
@@ -132,7 +128,7 @@ def ssh(tmp_path, monkeypatch):
     return make
 
 
-def test_a_launch_that_would_work_leaves_with_0_and_says_how(here, tmp_path):
+def test_doctor_prints_working_launch(here, tmp_path):
     result = doctor(tmp_path, b"localhost:1\n")
     assert result.returncode == 0 and not result.stderr
     assert "mpirun -n 1 -f hosts distgpt train --stage mpi" in result.stdout
@@ -141,41 +137,35 @@ def test_a_launch_that_would_work_leaves_with_0_and_says_how(here, tmp_path):
 
 
 @pytest.mark.ci
-@pytest.mark.parametrize(
-    ("content", "named"),
-    [
-        (b"localhost slots=2\n", ["line 1", "such as node1:4"]),
-        (b"", ["all ranks would run on this machine"]),
-        (b"no-such-host.invalid:1\n", ["no-such-host.invalid", "/etc/hosts"]),
-        (b"-oProxyCommand=touch${IFS}owned:1\n", ["line 1"]),
-    ],
-)
+@pytest.mark.parametrize(("content", "named"), [
+    (b"localhost slots=2\n", ["line 1", "such as node1:4"]),
+    (b"", ["all ranks would run on this machine"]),
+    (b"no-such-host.invalid:1\n", ["no-such-host.invalid", "/etc/hosts"]),
+    (b"-oProxyCommand=touch${IFS}owned:1\n", ["line 1"]),
+])  # fmt: skip
 @pytest.mark.usefixtures("here")
-def test_what_is_wrong_leaves_with_2_and_the_first_of_it(tmp_path, content, named):
+def test_doctor_exits_2_with_first_problem(tmp_path, content, named):
     refused(doctor(tmp_path, content, "--ssh"), 2, *named)
     assert [*tmp_path.iterdir()] == [tmp_path / "hosts"]
 
 
-@pytest.mark.parametrize(
-    ("words", "code", "named"),
-    [
-        ("--ssh", 2, "--hostfile"),
-        ("--hostfile x --stage mpi", 2, "--hostfile and --stage"),
-        ("--hostfile /dev/zero", 65, "/dev/zero"),
-    ],
-)
+@pytest.mark.parametrize(("words", "code", "named"), [
+    ("--ssh", 2, "--hostfile"),
+    ("--hostfile x --stage mpi", 2, "--hostfile and --stage"),
+    ("--hostfile /dev/zero", 65, "/dev/zero"),
+])  # fmt: skip
 @pytest.mark.usefixtures("here")
-def test_wrong_options_of_the_doctor_are_refused(words, code, named):
+def test_doctor_rejects_invalid_options(words, code, named):
     refused(inside("doctor", *words.split()), code, named)
 
 
-def test_too_many_ranks_are_worth_a_look(here, tmp_path):
+def test_doctor_warns_of_too_many_ranks(here, tmp_path):
     found = json.loads(doctor(tmp_path, b"localhost:1\n127.0.0.1:9999\n", "--json").stdout)
     (crowded,) = found["warnings"]
     assert crowded.startswith("127.0.0.1: 9,999 ranks for")
 
 
-def test_a_hostile_file_makes_a_page_without_control_characters(here, tmp_path):
+def test_hostile_hostfile_prints_no_control_characters(here, tmp_path):
     content = b"\x1b]0;title\x07ha:1\nh\xe4\xff:2\n" + b"x" * 5000 + b"\nha\0:1\n" + b"[:1\n" * 500
     result = doctor(tmp_path, content)
     assert result.returncode == 2 and result.stdout.replace("\n", "").isprintable()
@@ -183,28 +173,24 @@ def test_a_hostile_file_makes_a_page_without_control_characters(here, tmp_path):
 
 
 @pytest.mark.ci
-@pytest.mark.parametrize(
-    ("name", "client", "expected"),
-    [
-        ("localhost", "127.0.0.1", "mpirun -n 1 -f hosts distgpt"),
-        ("nowhere.invalid", "127.0.0.1", "mpirun -localhost 127.0.0.1 -n 1 -f hosts distgpt"),
-        ("nowhere.invalid", "", "nowhere.invalid"),
-    ],
-)
+@pytest.mark.parametrize(("name", "client", "expected"), [
+    ("localhost", "127.0.0.1", "mpirun -n 1 -f hosts distgpt"),
+    ("nowhere.invalid", "127.0.0.1", "mpirun -localhost 127.0.0.1 -n 1 -f hosts distgpt"),
+    ("nowhere.invalid", "", "nowhere.invalid"),
+])  # fmt: skip
 @pytest.mark.usefixtures("here")
-def test_doctor_finds_the_way_back_to_the_launcher(ssh, tmp_path, monkeypatch, name, client, expected):
+def test_doctor_finds_address_of_launcher(ssh, tmp_path, monkeypatch, name, client, expected):
     ssh(f"SSH_CONNECTION='{client} 1 2 3' exec sh -c \"$3\"")
     monkeypatch.setattr(hosts.platform, "node", lambda: name)
     # The host that answers is this machine, with the MPI that is installed here.
     monkeypatch.setattr(hosts, "_judged", lambda host, own: ([], []))
-    result = doctor(tmp_path, b"other:1\n", "--ssh", "--json")
-    found = json.loads(result.stdout)
+    found = json.loads(doctor(tmp_path, b"other:1\n", "--ssh", "--json").stdout)
     assert expected in " ".join([found["command"], *found["problems"]])
 
 
 @pytest.mark.ci
 @pytest.mark.usefixtures("here")
-def test_hosts_are_asked_over_ssh_and_not_trusted(ssh, tmp_path, monkeypatch):
+def test_doctor_distrusts_answers_over_ssh(ssh, tmp_path, monkeypatch):
     ssh(
         """case $2 in
             alike) echo Welcome; exec sh -c "$3";;
@@ -224,8 +210,8 @@ def test_hosts_are_asked_over_ssh_and_not_trusted(ssh, tmp_path, monkeypatch):
     refused(doctor(tmp_path, b"10.0.0.1:1\n", "--ssh"), 2, "10.0.0.1: did not answer within 0.5 s")
 
 
-def test_the_doctor_proposes_a_command_that_other_hosts_find(tmp_path, monkeypatch):
-    """Open MPI looks for a program in the PATH of ssh there, in which no environment is; MPICH does not."""
+def test_doctor_proposes_command_for_other_hosts(tmp_path, monkeypatch):
+    """Open MPI uses the PATH of ssh, without an environment's; MPICH does not."""
     for vendor, content in (("MPICH", "localhost:2\n"), ("Open MPI", "localhost slots=2\n")):
         (tmp_path / "hosts").write_text(content)
         monkeypatch.setattr(hosts, "mpirun", lambda vendor=vendor: {"path": "/bin/mpirun", "vendor": vendor})

@@ -1,4 +1,4 @@
-"""Hosts on one machine: network namespaces joined by a cable or a switch, an sshd in each, one mpirun."""
+"""Hosts on one machine: joined network namespaces with an sshd each, and one mpirun."""
 
 import json
 import os
@@ -16,7 +16,6 @@ pytestmark = pytest.mark.skipif(bool(lacking()), reason=lacking())
 
 @pytest.fixture(scope="module")
 def hosts(tmp_path_factory):
-    """The words before a command that start it on two hosts, one rank each, and the hosts' namespaces."""
     try:
         with joined_hosts(tmp_path_factory.mktemp("hosts"), plain_link) as (mpirun, hostfile, spaces):
             yield [mpirun, "-n", "2", "-f", hostfile], spaces
@@ -28,7 +27,7 @@ TRAIN = ["train", "--stage", "mpi", "--threads", "1", "--n-layer", "1", "--n-emb
 TRAIN += ["--seq-len", "16", "--batch-size", "4", "--dtype", "float64"]
 
 
-def test_two_hosts_train_as_one_does(hosts, tmp_path):
+def test_two_hosts_match_one(hosts, tmp_path):
     together, alone = tmp_path / "hosts", tmp_path / "alone"
     steps = ["--steps", "20"]
     script = 'hostname >> "$0.names"; exec "$@"'
@@ -47,7 +46,7 @@ def test_two_hosts_train_as_one_does(hosts, tmp_path):
     assert json.loads((together / "summary.json").read_text())["hosts"] == ["node1", "node2"]
 
 
-def test_the_doctor_asks_the_other_host(hosts, tmp_path):
+def test_doctor_queries_the_other_host(hosts, tmp_path):
     launcher, spaces = hosts
     options = f"-i {Path(launcher[0]).parent / 'user'} -o StrictHostKeyChecking=no -o UserKnownHostsFile=/dev/null"
     program(tmp_path / "ssh", f'exec {shutil.which("ssh")} {options} "$@"')
@@ -62,13 +61,10 @@ def test_the_doctor_asks_the_other_host(hosts, tmp_path):
 
 
 @pytest.mark.slow
-def test_a_rank_killed_on_another_host_ends_the_job(hosts, tmp_path):
+def test_killed_remote_rank_ends_the_job(hosts, tmp_path):
     (launcher, spaces), out = hosts, tmp_path / "run"
-    job = subprocess.Popen(
-        [*launcher, BIN / "distgpt", *TRAIN, "--steps", "1000000", "--out", out],
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-    )
+    words = [*launcher, BIN / "distgpt", *TRAIN, "--steps", "1000000", "--out", out]
+    job = subprocess.Popen(words, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     try:
         wait_for(lambda: (out / "metrics.jsonl").exists())
         victims = [p for p in inhabitants(spaces[1]) if b"distgpt" in Path(f"/proc/{p}/cmdline").read_bytes()]

@@ -1,4 +1,4 @@
-"""Programs that distgpt starts: the words of each launcher, what they leave, and that none outlives it."""
+"""Child processes: launch lines, results, and their end with distgpt."""
 
 import os
 import re
@@ -19,7 +19,7 @@ from distgpt.core.base.system import PACKAGE, python, python_code
 from hosts import program
 from launching import RANKS, SIZES
 
-from conftest import MPIRUN, ROOT, needs_mpi, wait_for
+from conftest import MPIRUN, ROOT, ci_ranks, needs_mpi, wait_for
 
 PYTHON = sys.executable
 
@@ -29,7 +29,7 @@ def script(text):
 
 
 @pytest.mark.ci
-def test_what_a_child_said_and_how_it_ended():
+def test_run_returns_output_and_exit_code():
     child = """
         import sys
         print("one"); print("two"); print("sorry", file=sys.stderr)
@@ -42,7 +42,7 @@ def test_what_a_child_said_and_how_it_ended():
 
 
 @pytest.mark.ci
-def test_children_that_say_much_or_take_too_long_or_are_killed_or_are_not_there():
+def test_run_handles_large_slow_killed_and_missing_children():
     child = "import sys\nfor f in (sys.stderr, sys.stdout): f.write('x' * (1 << 20))"
     ended = run(script(child), timeout=30)
     assert ended.code == 0 and len(ended.output) == len(ended.errors) == 1 << 20
@@ -55,7 +55,6 @@ def test_children_that_say_much_or_take_too_long_or_are_killed_or_are_not_there(
 
 @pytest.fixture
 def strange_folder(tmp_path, monkeypatch):
-    """A working directory with files that are named as modules, and say so when they are imported."""
     for name in ("click", "numpy", "mpi4py", "runpy", "distgpt"):
         (tmp_path / f"{name}.py").write_text("print('from the working directory')")
     monkeypatch.chdir(tmp_path)
@@ -64,8 +63,8 @@ def strange_folder(tmp_path, monkeypatch):
 
 @pytest.mark.ci
 @pytest.mark.usefixtures("strange_folder")
-def test_children_import_nothing_from_the_working_directory(monkeypatch):
-    monkeypatch.setattr(sys, "path", ["", *sys.path])  # as of python -c
+def test_children_ignore_modules_in_working_directory(monkeypatch):
+    monkeypatch.setattr(sys, "path", ["", *sys.path])  # like python -c
     ended = run(distgpt_command("--version"))
     assert (ended.code, ended.output.split(",")[0]) == (0, "distgpt"), ended
     assert run(python_code("import click, distgpt; print(distgpt.__name__)")).output == "distgpt\n"
@@ -74,7 +73,7 @@ def test_children_import_nothing_from_the_working_directory(monkeypatch):
 
 @pytest.mark.ci
 @pytest.mark.usefixtures("strange_folder")
-def test_children_use_the_package_that_started_them(tmp_path):
+def test_children_use_the_same_package(tmp_path):
     (tmp_path / "checkout").mkdir()
     (tmp_path / "checkout" / "distgpt").symlink_to(PACKAGE)
     site = os.pathsep.join(path for path in sys.path if Path(path).name == "site-packages")
@@ -83,8 +82,8 @@ def test_children_use_the_package_that_started_them(tmp_path):
     assert (ended.code, ended.output.split(",")[0]) == (0, "distgpt"), ended
 
 
-def test_python_is_started_by_one_function():
-    """The others would look for modules in the working directory."""
+def test_one_function_starts_python():
+    """Other command lines would import modules from the working directory."""
     found = [path for path in PACKAGE.rglob("*.py") if re.search(r"[\[(*]\s*sys\.executable,", path.read_text())]
     assert found == [PACKAGE / "core" / "base" / "system.py"]
 
@@ -100,8 +99,8 @@ def gone(pid):
     ([signal.SIGINT, signal.SIGINT], False),
     ([signal.SIGHUP, signal.SIGTERM], True),
 ])  # fmt: skip
-def test_whatever_ends_us_ends_the_grandchildren_too(tmp_path, numbers, nohup):
-    """Also those that take no notice of requests. Under nohup a closed terminal ends nobody."""
+def test_signals_also_end_grandchildren(tmp_path, numbers, nohup):
+    """Also end children that ignore SIGTERM. Under nohup, SIGHUP ends no process."""
     told, asked = tmp_path / "pid", tmp_path / "asked"
     grandchild = f"""
         import os, pathlib, signal, time
@@ -120,7 +119,6 @@ def test_whatever_ends_us_ends_the_grandchildren_too(tmp_path, numbers, nohup):
         from distgpt.core.base.interrupts import install_handlers
         install_handlers()
         run([sys.executable, '-c', {child!r}])"""
-    # The tests may run under nohup themselves.
     ignored = f"import signal; signal.signal(signal.SIGHUP, signal.{'SIG_IGN' if nohup else 'SIG_DFL'})\n"
     parent = subprocess.Popen(script(ignored + textwrap.dedent(program)), stderr=subprocess.DEVNULL)
     pid = int(wait_for(lambda: told.exists() and told.read_text()))
@@ -136,7 +134,7 @@ def test_whatever_ends_us_ends_the_grandchildren_too(tmp_path, numbers, nohup):
 
 
 @pytest.mark.ci
-def test_a_child_is_ended_also_if_the_request_comes_while_it_starts(monkeypatch):
+def test_signal_during_start_ends_the_child(monkeypatch):
     started = []
 
     class Interrupted(subprocess.Popen):
@@ -156,7 +154,7 @@ def test_a_child_is_ended_also_if_the_request_comes_while_it_starts(monkeypatch)
 
 
 @pytest.mark.ci
-def test_what_a_child_printed_is_kept_although_it_did_not_end_by_itself():
+def test_run_keeps_output_of_killed_child():
     child = "import sys, time\nprint('one')\nprint('two', file=sys.stderr)\ntime.sleep(60)"
     with TemporaryFile("w+") as output:
         ended = run(script(child), timeout=2, output=output)
@@ -168,11 +166,8 @@ def test_what_a_child_printed_is_kept_although_it_did_not_end_by_itself():
     assert time.monotonic() - begun < 15
 
 
-@pytest.mark.ci
-@pytest.mark.ranks
-@needs_mpi
-def test_a_killed_rank_is_reported_and_not_where_to_read_about_it():
-    """Of MPICH, which says in its last line where; others say their own."""
+@ci_ranks
+def test_killed_rank_complaint_has_no_advice():
     killed = "import os, time; os.environ.get('PMI_RANK', '1') == '1' and os.kill(os.getpid(), 9); time.sleep(9)"
     ended = run([MPIRUN, "-n", "2", PYTHON, "-c", killed])
     assert ended.code != 0 and "FAQ" not in ended.complaint()
@@ -180,24 +175,20 @@ def test_a_killed_rank_is_reported_and_not_where_to_read_about_it():
         assert ended.complaint() == "a rank ended: Killed (signal 9)"
 
 
-def test_launchers_last_lines_are_not_ours():
+def test_complaint_ignores_launcher_lines():
     tail = "====\n=   EXIT CODE: 7\n====\nPlease see the FAQ page for debugging suggestions\n"
     assert Ended(7, tail, "cannot open it\n", 1.0).complaint() == "cannot open it"
     assert Ended(7, tail, "distgpt: no such text\nand more\n", 1.0).complaint() == "no such text"
 
 
-def test_children_that_are_no_ranks_get_the_users_variables_and_none_of_the_launchers():
+def test_unlaunched_drops_launcher_variables():
     own = {"OMPI_MCA_btl": "tcp", "OMPI_ALLOW_RUN_AS_ROOT": "1", "PMIX_MCA_gds": "hash", "HOME": "/"}
     told = dict.fromkeys([*SIZES, *RANKS, "PMI_FD", "PMIX_SERVER_URI2", "HYDI_CONTROL_FD"], "1")
     assert unlaunched(own | told) == own
 
 
-# -- launchers
-
-
 @pytest.fixture
 def programs(tmp_path, monkeypatch):
-    """A PATH of made-up launchers, of which `mpirun` says that it is Open MPI's."""
     for name in ("mpirun", "srun", "mpiexec.hydra"):
         says = {"mpirun": "mpirun (Open MPI) 5.0.1", "mpiexec.hydra": "HYDRA build details:"}.get(name, "")
         program(tmp_path / name, f"echo '{says}'")
@@ -208,7 +199,7 @@ def programs(tmp_path, monkeypatch):
 
 @pytest.mark.ci
 @pytest.mark.ranks
-def test_each_launcher_has_its_words(programs):
+def test_launchers_build_commands(programs):
     for chosen, hosts, words in (
         ("mpirun", False, ["mpirun", "-n", "3"]),
         ("mpirun", True, ["mpirun", "-n", "3", "--hostfile", "hosts"]),
@@ -222,7 +213,7 @@ def test_each_launcher_has_its_words(programs):
         assert named == [*words, "distgpt", "train", "7"]
 
 
-def test_what_cannot_be_is_refused(programs):
+def test_invalid_launchers_are_rejected(programs):
     for chosen, hosts, words in (
         ("nosuchrun", None, "nosuchrun not found in PATH"),
         ("mpirun", "nosuchfile", "nosuchfile does not exist"),
@@ -235,20 +226,17 @@ def test_what_cannot_be_is_refused(programs):
 
 
 @needs_mpi
-def test_the_mpirun_beside_this_python_comes_first(programs):
-    expected = own_mpirun() or str(programs / "mpirun")
-    assert find_launcher(None, None).words == (expected,)
+def test_mpirun_of_this_python_is_preferred(programs):
+    assert find_launcher(None, None).words == (own_mpirun() or str(programs / "mpirun"),)
     assert MPIRUN
 
 
-NODE = "pack:2 numa:4 core:16 pu:2"  # in hwloc's words: eight regions of 16 cores, each of two CPUs
+NODE = "pack:2 numa:4 core:16 pu:2"  # hwloc notation: eight regions of 16 cores with two CPUs each
 
 
-@pytest.mark.ci
-@pytest.mark.ranks
-@needs_mpi
+@ci_ranks
 @pytest.mark.parametrize("ranks", [8, 16])
-def test_command_of_the_page_about_ranks_gives_each_rank_cores_of_one_region(ranks):
+def test_documented_command_binds_ranks_to_regions(ranks):
     page = (ROOT / "docs" / "how-to" / "ranks.md").read_text()
     (words,) = re.findall(rf"`(mpirun -n {ranks} -bind-to [^`]+)`", page)
     if "HYDRA" not in run([MPIRUN, "--version"]).output:

@@ -1,8 +1,6 @@
-"""The scripts that `distgpt submit` prints, line by line: scripts.txt has what each system's were.
+"""Scripts that `distgpt submit` prints, compared with scripts.txt. To update it after an intended change:
 
-    PYTHONPATH=tests:tests/helpers python tests/cluster/test_scripts.py >tests/cluster/scripts.txt
-
-after a change that is meant; then read the diff.
+PYTHONPATH=tests:tests/helpers python tests/cluster/test_scripts.py >tests/cluster/scripts.txt
 """
 
 import difflib
@@ -13,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from conftest import inside
+from conftest import succeeded
 
 KEPT = Path(__file__).with_name("scripts.txt")
 MPI = {"slurm": "pmi2", "pbs": "mpich", "sge": "intel", "lsf": "pals", "flux": "mpich"}
@@ -40,13 +38,12 @@ CASES = {
 def script(system, case, folder):
     chosen = {"mpi": MPI[system], "other": OTHER.get(system, "openmpi"), "most": "%2" * (system != "flux")}
     words = CASES[case].format(**chosen, memory=MEMORY.get(system, ""), own=OWN[system])
-    result = inside("submit", "--system", system, "--time", "26h", *shlex.split(words), cwd=folder)
-    assert result.returncode == 0, result.stderr
+    result = succeeded("submit", "--system", system, "--time", "26h", *shlex.split(words), cwd=folder)
     return re.sub(r"^# \S*distgpt submit .*\n", "", result.stdout, flags=re.M).splitlines()
 
 
 def changes(base, changed):
-    """Return the lines that replace some of `base`, the first of each place with the numbers of the former ones."""
+    """Return the lines that replace lines of `base`, with the line numbers of `base`."""
     for _, begin, end, first, last in difflib.SequenceMatcher(None, base, changed, autojunk=False).get_opcodes():
         if base[begin:end] != changed[first:last]:
             head, *rest = changed[first:last] or [""]
@@ -55,7 +52,6 @@ def changes(base, changed):
 
 
 def all_scripts(folder):
-    """Return the lines of each, as no installation changes them."""
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr("distgpt.cluster.jobs.systems.own_mpirun", lambda: None)
         patched.setattr("distgpt.commands.jobs.own_program", lambda: ["distgpt"])
@@ -63,7 +59,6 @@ def all_scripts(folder):
 
 
 def told(scripts):
-    """Return the first script, and in what the others differ from it."""
     for (system, case), text in scripts.items():
         # A system's first script is compared with Slurm's, its others with its first.
         base = scripts["slurm" if case == "two nodes" else system, "two nodes"]
@@ -71,12 +66,12 @@ def told(scripts):
         yield from text if text is base else changes(base, text)
 
 
-def test_scripts_are_as_they_were(tmp_path):
+def test_scripts_match_saved_ones(tmp_path):
     assert [*told(all_scripts(tmp_path))] == KEPT.read_text().splitlines()
 
 
 @pytest.mark.ci
-def test_bash_can_read_all_scripts(tmp_path):
+def test_bash_parses_all_scripts(tmp_path):
     lines = [line for text in all_scripts(tmp_path).values() for line in text]
     subprocess.run(["bash", "-n"], input="\n".join(lines), text=True, check=True)
 

@@ -1,4 +1,4 @@
-"""distgpt supervise: what it makes of a launch line, where it starts again, and when it does not."""
+"""`distgpt supervise`: launch lines, restarts, and errors without a restart."""
 
 import json
 import os
@@ -21,10 +21,10 @@ from distgpt.core.config import RunConfig
 from distgpt.core.saved.run_lock import RunLock
 from hosts import program
 
-from conftest import BIN, MPIRUN, SMALL, inside, metrics, needs_mpi, popen, refused, wait_for
+from conftest import BIN, MPIRUN, SMALL, inside, metrics, popen, refused, slow_ranks, wait_for
 
 NO_LIMITS = {"least": 1, "restarts": None, "stall": None}
-# A launch, the parts that are read of it, and its words on 3 ranks of the hosts in "new".
+# A launch line, its parsed parts, and the line for 3 ranks on the hosts in "new".
 LINES = {
     "mpirun -n 8 -f hosts distgpt train --out x": (
         (8, "hosts", None),
@@ -43,7 +43,7 @@ LINES = {
     "mpirun -n 2 python3 -P /a/distgpt train": ((2, None, None), "mpirun -n 3 env A=1 python3 -P /a/distgpt train"),
     "distgpt train --out x": ((1, None, None), "distgpt train --out x"),
 }
-# What cannot be supervised with at least two ranks.
+# Invalid launch lines with --min-ranks 2.
 WRONG = {
     "mpirun -n 2 distgpt infer": "pass the launch line",
     "train --out x": "pass the launch line",
@@ -61,7 +61,7 @@ WRONG = {
 
 
 @pytest.mark.parametrize("text", LINES)
-def test_a_launch_line_is_read_and_moved_to_other_hosts(text):
+def test_launch_line_is_parsed_and_moved(text):
     (ranks, hosts, each), moved = LINES[text]
     line = parse(text.split())
     assert (line.ranks, line.value("hostfile"), line.value("each")) == (ranks, hosts, each)
@@ -69,11 +69,11 @@ def test_a_launch_line_is_read_and_moved_to_other_hosts(text):
 
 
 @pytest.mark.parametrize("text", WRONG)
-def test_a_launch_that_cannot_be_supervised_is_refused(text):
+def test_invalid_launches_are_rejected(text):
     refused(inside("supervise", "--min-ranks", "2", "--", *text.split()), 2, WRONG[text])
 
 
-def test_the_lines_of_a_hostfile_are_rooms(tmp_path, monkeypatch):
+def test_hostfile_lines_are_slots(tmp_path, monkeypatch):
     (tmp_path / "hosts").write_text("# ours\na:2\n\nb:2 user=me\nc\n")
 
     def of(vendor, words):
@@ -98,7 +98,7 @@ def test_the_lines_of_a_hostfile_are_rooms(tmp_path, monkeypatch):
     assert [room.host for room in chosen(found, {"b", "c"}, 2)] == ["b"]
 
 
-# A job that ends as a file says: the step that its metrics then have, and the exit code; a line a start.
+# A job that ends as planned in a file: per start a line with the step of its metrics and the exit code.
 JOB = """
 shift
 while [ "$1" != --out ]; do shift; done
@@ -127,7 +127,6 @@ ENDS = {
 
 
 def job(folder, plan):
-    """The words of a job that ends as planned."""
     (out := folder / "run").mkdir()
     (out / "plan").write_text("".join(f"{step} {code}\n" for step, code in plan))
     return [str(program(folder / "distgpt", JOB)), "train", "--out", str(out)]
@@ -135,7 +134,7 @@ def job(folder, plan):
 
 @pytest.mark.ci
 @pytest.mark.parametrize("name", ENDS)
-def test_a_job_starts_again_unless_it_would_end_so_again(name, tmp_path, monkeypatch, capsys):
+def test_supervisor_restarts_recoverable_jobs(name, tmp_path, monkeypatch, capsys):
     plan, limits, code, words = ENDS[name]
     monkeypatch.setattr(supervise, "PAUSE", 0.0)
     monkeypatch.setattr(supervise, "SECONDS_BETWEEN_LOOKS", 0.02)
@@ -151,7 +150,7 @@ def test_a_job_starts_again_unless_it_would_end_so_again(name, tmp_path, monkeyp
     (signal.SIGHUP, "TERM", 129),
     (signal.SIGUSR2, "USR1", 75),
 ])  # fmt: skip
-def test_a_signal_is_passed_on_and_ends_the_supervision(number, passed, code, tmp_path):
+def test_supervisor_forwards_signals_and_ends(number, passed, code, tmp_path):
     words = job(tmp_path, [(5, 0)])
     trap = f'trap \'echo came > "$out/came"; exit 75\' {passed}\necho ready > "$out/ready"\nsleep 60 & wait\n'
     program(Path(words[0]), JOB.replace('echo "{', f'{trap}\necho "{{'))
@@ -165,7 +164,7 @@ def test_a_signal_is_passed_on_and_ends_the_supervision(number, passed, code, tm
 
 @pytest.mark.ci
 @pytest.mark.smoke
-def test_beside_a_log_of_json_what_the_supervisor_says_is_json_too(tmp_path, monkeypatch):
+def test_supervisor_logs_json_like_the_job(tmp_path, monkeypatch):
     monkeypatch.setattr(supervise, "PAUSE", 0.0)
     words = [*job(tmp_path, [(5, 9), (9, 70), (9, 2)]), "--log-format", "json"]
     result = inside("supervise", "--", *words)
@@ -177,9 +176,8 @@ def test_beside_a_log_of_json_what_the_supervisor_says_is_json_too(tmp_path, mon
 
 @pytest.fixture
 def three_hosts(tmp_path, monkeypatch):
-    """A supervisor of 8 ranks on three hosts, and what these answer, which nobody really asks."""
     answers = {host: Answer(f"own-{host}") for host in ("a", "b", "c")}
-    later = []  # what changes once they have been asked
+    later = []  # changes after each query
 
     def clean(hosts, mark):
         found = {host: answers[host] for host in hosts}
@@ -202,13 +200,12 @@ def three_hosts(tmp_path, monkeypatch):
 
 @pytest.fixture
 def begun(tmp_path):
-    """A directory with a run whose batch 7 ranks cannot divide."""
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "config.toml").write_text(RunConfig().with_values({"batch_size": 24}).to_toml())
     return tmp_path / "run"
 
 
-def test_a_new_run_needs_all_of_its_hosts(three_hosts, capsys):
+def test_new_run_requires_all_hosts(three_hosts, capsys):
     place, answers, _ = three_hosts
     assert place() == (["a", "b"], 8)
     assert "8 ranks on a, b" in capsys.readouterr().err
@@ -221,7 +218,7 @@ def test_a_new_run_needs_all_of_its_hosts(three_hosts, capsys):
     ("lost", "least", "hosts", "ranks"), [("a", 1, ["b", "c"], 6), ("ac", 3, ["b"], 4), ("bc", 4, ["a"], 4)]
 )
 @pytest.mark.usefixtures("begun")
-def test_ranks_go_where_there_is_room_and_divide_the_batch(three_hosts, capsys, lost, least, hosts, ranks):
+def test_ranks_use_free_slots_and_divide_the_batch(three_hosts, capsys, lost, least, hosts, ranks):
     place, answers, _ = three_hosts
     answers.update(dict.fromkeys(lost, Answer(problem="not an answer")))
     assert place(least=least) == (hosts, ranks)
@@ -232,7 +229,7 @@ def test_ranks_go_where_there_is_room_and_divide_the_batch(three_hosts, capsys, 
     ("lost", "room", "least", "hosts", "ranks"), [("ab", 3, 6, ["a", "c"], 6), ("a", 6, 7, ["a", "b"], 8)]
 )
 @pytest.mark.usefixtures("begun")
-def test_too_few_hosts_are_waited_for(three_hosts, capsys, lost, room, least, hosts, ranks):
+def test_supervisor_waits_for_hosts(three_hosts, capsys, lost, room, least, hosts, ranks):
     place, answers, later = three_hosts
     answers.update(dict.fromkeys(lost, Answer(problem="not an answer")))
     later += [{"a": Answer("own-a")}]
@@ -259,7 +256,21 @@ lock.release()
 
 
 @pytest.mark.ci
-def test_a_directory_is_taken_over_from_a_lost_host_and_from_no_other(three_hosts, begun, capsys):
+def test_lock_of_host_that_never_answered_is_taken_over(three_hosts, begun, capsys):
+    place, answers, _ = three_hosts
+    hold = HOLD.replace("own-b", "b")
+    with subprocess.Popen(
+        [sys.executable, "-c", hold, str(begun)], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    ) as other:
+        assert other.stdout.readline() == b"held\n"
+        answers["b"] = Answer(problem="No route to host")
+        assert place(least=5) == (["a", "c"], 6)
+        assert f"process {other.pid} on b" in capsys.readouterr().err
+        other.communicate(b"\n")
+
+
+@pytest.mark.ci
+def test_directory_is_taken_over_only_from_lost_host(three_hosts, begun, capsys):
     place, answers, later = three_hosts
     words = [sys.executable, "-c", HOLD, str(begun)]
     with subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as other:
@@ -274,7 +285,7 @@ def test_a_directory_is_taken_over_from_a_lost_host_and_from_no_other(three_host
         mine = RunLock(begun)
         mine.claim()
         try:
-            said, _ = other.communicate("\n")  # the lost one finds that it is no longer the owner
+            said, _ = other.communicate("\n")  # the lost host is no longer the owner
             assert f"in use by process {os.getpid()} on {platform.node()}" in said
             mine.refuse_taken()
         finally:
@@ -282,7 +293,7 @@ def test_a_directory_is_taken_over_from_a_lost_host_and_from_no_other(three_host
 
 
 @pytest.mark.ci
-def test_what_is_left_of_a_job_is_found_by_its_environment_and_killed():
+def test_leftover_processes_are_found_and_killed():
     mark = f"DISTGPT_TEST={os.getpid()}"
     sleep = ["sh", "-c", "sleep 60 & echo on; wait"]
     env = dict(os.environ, DISTGPT_TEST=str(os.getpid()))
@@ -296,7 +307,7 @@ def test_what_is_left_of_a_job_is_found_by_its_environment_and_killed():
 
 @pytest.mark.ci
 @pytest.mark.parametrize("shell", ["sh", "csh"])
-def test_a_host_answers_in_any_login_shell(shell, tmp_path, monkeypatch):
+def test_hosts_answer_in_any_login_shell(shell, tmp_path, monkeypatch):
     if shutil.which(shell) is None:
         pytest.skip(f"no {shell} here")
     program(tmp_path / "ssh", f'while [ "$1" != -- ]; do shift; done\nexec {shell} -c "$3"')
@@ -304,18 +315,15 @@ def test_a_host_answers_in_any_login_shell(shell, tmp_path, monkeypatch):
     assert reach.clean(["192.0.2.1"], "DISTGPT_TEST=none") == {"192.0.2.1": Answer(platform.node())}
 
 
-@pytest.mark.ranks
-@pytest.mark.slow
-@needs_mpi
-def test_a_killed_rank_costs_no_bit(tmp_path):
+@slow_ranks
+def test_supervised_run_survives_killed_rank(tmp_path):
     words = ["train", "--stage", "mpi", *SMALL, "--steps", "60", "--save-every", "20", "--out"]
     line = [MPIRUN, "-n", "2", str(BIN / "distgpt"), *words]
     assert subprocess.run([*line, tmp_path / "whole"], capture_output=True).returncode == 0
     out = tmp_path / "run"
     with popen("supervise", "--", *line, str(out), stderr=subprocess.PIPE, text=True) as process:
         wait_for(lambda: (out / "checkpoints").is_dir() and any((out / "checkpoints").glob("step-*")), 60)
-        holder = json.loads((out / "running.json").read_text())
-        os.kill(holder["pid"], signal.SIGKILL)
+        os.kill(json.loads((out / "running.json").read_text())["pid"], signal.SIGKILL)
         killed = time.monotonic()
         said = process.communicate(timeout=100)[1]
     assert process.returncode == 0 and "start 2, from step" in said, said

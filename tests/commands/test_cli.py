@@ -13,6 +13,8 @@ import distgpt as package
 import numpy as np
 import pytest
 from disks import small_disk
+from distgpt.commands.bench import infer as infer_bench
+from distgpt.commands.generate import serve
 from distgpt.core.saved import tensors as weightsfile
 from distgpt.core.saved.checkpoint import newest_step
 
@@ -251,6 +253,15 @@ def test_invalid_command_is_rejected_without_traces(words, code, said, files, fi
 
 MISTYPED = {"infer --prompt a --prompt-file b": "cannot be combined", "infer --promt a": "--prompt", "trian": "'train'"}
 MISTYPED |= {"train --stage seriel": "serial", "train --save-evry 3": "--save-every"}
+
+
+@pytest.mark.parametrize(("command", "words", "name", "value"), [
+    (serve, "--max-body 2M", "body", 2 << 20), (serve, "", "body", 1 << 20), (serve, "--slots 3", "slots", 3),
+    (infer_bench, "--dtype float32 --dtype int8", "dtypes", ("float32", "int8")),
+    (infer_bench, "--requests 2 --requests 4", "requests", (2, 4)),
+])  # fmt: skip
+def test_options_have_their_values(command, words, name, value):
+    assert command.make_context("distgpt", words.split()).params[name] == value
 
 
 @pytest.mark.parametrize(("line", "named"), MISTYPED.items())

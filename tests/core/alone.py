@@ -1,6 +1,6 @@
-"""Train and generate by the core alone: python alone.py STAGE OUT STEPS
+"""Train and generate only with the core: python alone.py STAGE OUT STEPS
 
-Nothing is installed, and every module of distgpt outside of `distgpt.core` is as if its file were not there.
+Imports of other modules of distgpt than `distgpt.core` fail, and no components are installed.
 """
 
 from __future__ import annotations
@@ -16,8 +16,6 @@ SIZE |= {"tokenizer": "byte", "matmul": "own", "val_fraction": 0.1, "sample_ever
 
 
 class Refusal:
-    """Rejects every other module of distgpt."""
-
     def find_spec(self, name: str, path: object = None, target: object = None) -> ModuleSpec | None:
         if name.startswith("distgpt.") and not f"{name}.".startswith("distgpt.core."):
             raise ModuleNotFoundError(f"{name} is outside of the core", name=name)

@@ -1,40 +1,54 @@
-"""The core trains and generates while nothing else can be imported, as the whole program does."""
+"""The core trains and generates without other modules, like the whole program."""
 
 import sys
-from pathlib import Path
+from dataclasses import dataclass
 
 import distgpt as package
 import pytest
+from distgpt.core import components
+from distgpt.core.base.errors import UsageError
+from distgpt.core.components import Components
+from distgpt.core.config.setting import setting
 
-from conftest import distgpt, losses, needs_mpi
-from core.alone import SIZE
-
-ALONE = [sys.executable, str(Path(__file__).with_name("alone.py"))]
-
-
-def bytes_of(run):
-    return (run / "weights.safetensors").read_bytes()
+from conftest import ci_ranks, distgpt, losses, succeeded
+from core import alone as core_alone
 
 
-@pytest.mark.ci
-@pytest.mark.ranks
-@needs_mpi
-@pytest.mark.timeout(900)  # where no loop is compiled yet
+@pytest.mark.parametrize("make", [
+    lambda plain: plain.stage("cuda"), lambda plain: plain.kernels("int8"), lambda plain: plain.text("shards"),
+    lambda plain: plain.quantized("int8"), lambda plain: plain.part("adapter"), lambda plain: plain.metric("bleu"),
+])  # fmt: skip
+def test_plain_components_reject_unknown_names(make):
+    with pytest.raises(UsageError, match=r"unknown .*'(cuda|int8|shards|adapter|bleu)'"):
+        make(Components())
+
+
+def test_settings_of_an_extension_have_their_prefix(monkeypatch):
+    @dataclass
+    class Extra:
+        share: float = setting(0.5, "A share.", low=0.0)
+
+    assert components.extra_settings() == {}
+    extension = type("Extension", (Components,), {"extra": Extra})
+    monkeypatch.setattr(components, "_installed", extension())
+    assert [*components.extra_settings()] == ["extra.share"]
+
+
+@ci_ranks
+@pytest.mark.timeout(900)  # compiling may take minutes
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_the_core_alone_trains_resumes_and_generates(ranks, tmp_path):
-    alone, whole = tmp_path / "alone", tmp_path / "whole"
+def test_core_matches_whole_program(ranks, tmp_path):
+    program, alone, whole = [sys.executable, core_alone.__file__], tmp_path / "alone", tmp_path / "whole"
     stage = "serial" if ranks == 1 else "mpi"
     for steps in (3, 6):
-        result = distgpt(stage, alone, str(steps), program=ALONE, ranks=ranks, timeout=600)
-        assert result.returncode == 0, result.stderr
-    settings = [f"--{name.replace('_', '-')}={value}" for name, value in SIZE.items() if name != "matmul"]
+        result = succeeded(stage, alone, str(steps), program=program, ranks=ranks, timeout=600, by=distgpt)
+    settings = [f"--{name.replace('_', '-')}={value}" for name, value in core_alone.SIZE.items() if name != "matmul"]
     (tmp_path / "own.toml").write_text('matmul = "own"')
     words = [*settings, "--config", tmp_path / "own.toml", "--threads=1", f"--stage={stage}"]
     for more in (["--steps=3"], ["--steps=6", "--resume=auto"]):
-        result_of_whole = distgpt("train", *words, *more, "--out", whole, ranks=ranks)
-        assert result_of_whole.returncode == 0, result_of_whole.stderr
+        succeeded("train", *words, *more, "--out", whole, ranks=ranks, by=distgpt)
     assert losses(alone) == losses(whole) and len(losses(alone)) == 6
-    assert bytes_of(alone) == bytes_of(whole)
+    assert len({(run / "weights.safetensors").read_bytes() for run in (alone, whole)}) == 1
     if ranks == 1:
         text = package.load(whole / "weights.safetensors").generate("The", max_new_tokens=8, temperature=0)
         assert result.stdout.rstrip("\n").endswith(text.rstrip("\n"))

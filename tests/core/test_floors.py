@@ -1,4 +1,4 @@
-"""The floors of the package: a file imports only from floors below its own, and heavy packages only when due."""
+"""The layers of the package: imports only from lower layers, and heavy packages only when needed."""
 
 import ast
 import functools
@@ -12,10 +12,10 @@ from pathlib import Path
 
 import pytest
 
-from conftest import ROOT, SMALL, distgpt
+from conftest import ROOT, SMALL, distgpt, succeeded
 
 PACKAGE = ROOT / "distgpt"
-# Rooms, loose files, and the files inside some rooms, from the ground up.
+# Packages and modules from the lowest layer up.
 ORDER = (
     *("core.components", *(f"core.{name}" for name in ("base", "ops", "config", "comm"))),
     *("core.cpu.first_use", "core.cpu.pool", "core.cpu.compiling", "core.cpu.matmul", "core.cpu.teams"),
@@ -25,14 +25,14 @@ ORDER = (
     *("corpora", "cluster", "gpu", "parallel", "inference", "models", "show", "callbacks", "recipes"),
     *("api", "measure", "components", "assembly", "commands", "__main__", "core", ""),
 )
-# Who may import a package at all. That of the root leads to api.py, and whoever imports it depends on everything.
+# Importers of some packages. The root package leads to api.py and so to everything.
 ONLY = {
     "cupy": ("gpu.",),
     "starlette": ("inference.serving.",),
     "uvicorn": ("inference.serving.",),
     "distgpt": ("commands.cli.", "__main__."),
 }
-# What must not know each other, though the order would allow it.
+# Forbidden imports that the order would allow.
 NEVER = {
     "core.comm": ("distgpt.core.ops", "distgpt.core.cpu"),
     "gpu": ("distgpt.core.cpu.kernels", "distgpt.core.cpu.fused"),
@@ -45,7 +45,6 @@ def parsed(path):
 
 
 def imported(nodes):
-    """Find the modules that these statements import."""
     for node in nodes:
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
@@ -67,8 +66,8 @@ def floor(module):
 
 
 @pytest.mark.parametrize("module", IMPORTS)
-def test_imports_run_down_only(module):
-    """`core.components` names every seam: it imports types, and plain versions when called."""
+def test_imports_use_only_lower_layers(module):
+    """`core.components` imports types, and plain versions when called."""
     for name in IMPORTS[module] if module != "core.components" else ():
         target = name.removeprefix("distgpt.")
         if target != name:
@@ -78,14 +77,12 @@ def test_imports_run_down_only(module):
         assert not any(module.startswith(room) and name.startswith(other) for room, other in NEVER.items()), name
 
 
-def test_no_two_files_import_each_other():
-    """Neither directly nor through others, and not for types alone."""
+def test_imports_have_no_cycles():
     files = {f"distgpt.{module}": names - {"distgpt.core.components"} for module, names in IMPORTS.items() if module}
     graphlib.TopologicalSorter(files).prepare()
 
 
-def test_only_what_is_for_gpus_imports_gpu_at_its_top():
-    """A command on CPUs runs where that component is not installed."""
+def test_only_gpu_code_imports_gpu_at_top_level():
     for module, path in MODULES.items():
         tops = {f"{name}." for name in imported(parsed(path).body)}
         assert module.startswith("gpu") or not any(top.startswith("distgpt.gpu.") for top in tops), module
@@ -95,7 +92,6 @@ IMPORT = re.compile(r"^ *from (distgpt[\w.]*) import ([\w, ]+)$", re.MULTILINE)
 
 
 def taken(path):
-    """Find what a file takes from the package, also in programs that it holds as strings."""
     for node in ast.walk(parsed(path)):
         if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("distgpt"):
             yield from ((node.module, alias.name) for alias in node.names)
@@ -106,8 +102,8 @@ def taken(path):
 
 @pytest.mark.ci
 @pytest.mark.parametrize("folder", ["benchmarks", "docs", "examples", "tests"])
-def test_names_imported_outside_the_package_exist(folder):
-    """mypy sees the package alone, and some of these files run only with what is not installed here."""
+def test_names_imported_outside_package_exist(folder):
+    """mypy checks only the package, and some files need packages that are not installed."""
     for source, name in {each for path in (ROOT / folder).rglob("*.py") for each in taken(path)}:
         is_module = f"{source}.{name}".removeprefix("distgpt.") in MODULES
         assert is_module or hasattr(importlib.import_module(source), name), (source, name)
@@ -128,14 +124,14 @@ except SystemExit as done:
     ("import distgpt.core.saved.modelfile", "numba"),
     ("import distgpt; distgpt.init('microgpt').loss([[1, 2]], [[2, 3]])", "mpi4py cupy"),
 ])  # fmt: skip
-def test_heavy_packages_are_loaded_when_they_are_needed(code, heavy):
+def test_heavy_packages_are_loaded_lazily(code, heavy):
     script = f"import sys\n{code}\nprint(*sys.modules)"
     result = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
     loaded = set(result.stdout.split())
     assert not loaded & set(heavy.split()) and ("numba" in loaded) == ("init" in code), loaded & set(heavy.split())
 
 
-# Notes what a run loads and calls up to the end of its first step.
+# Records the modules and files that a run uses in its first step.
 LOADED = """
 import inspect, json, sys
 from pathlib import Path
@@ -158,7 +154,7 @@ Step.launch = seen
 sys.setprofile(note)
 main()
 """
-# Modules that the plainest run does not load, and files that it does not call, and who needs them.
+# Modules that a plain run does not load, files that it does not call, and their users.
 LATER = {
     "core.generate.engine": "--sample-every, and the report of a run that is over",
     "core.train.assessment": "--val, --val-fraction, metrics",
@@ -172,11 +168,10 @@ UNUSED = {
 
 
 @pytest.mark.ci
-def test_the_plainest_run_loads_and_calls_only_what_it_needs(tmp_path):
+def test_plain_run_loads_only_needed_modules(tmp_path):
     (script := tmp_path / "run.py").write_text(LOADED)
     words = [*SMALL, "--tokenizer", "byte", "--steps", "1", "--progress", "plain", "--out", tmp_path / "run"]
-    result = distgpt("train", *words, program=[sys.executable, script])
-    assert result.returncode == 0, result.stderr
+    succeeded("train", *words, program=[sys.executable, script], by=distgpt)
     loaded, ran = map(set, json.loads(script.with_suffix(".json").read_text()))
     assert MODULES.keys() >= LATER.keys() and "distgpt.core.train.step" in loaded
     assert not loaded & {f"distgpt.{name}" for name in LATER}

@@ -1,13 +1,12 @@
-"""Run documents' shell commands in order in a temporary directory: python tests/documents/run.py [FILE.md…]
+"""Run shell commands of documents in a scratch directory: python tests/documents/run.py [FILE.md…]
 
-A comment before a block changes this:
+A comment before a block changes how it is run:
 
   <!-- not run: WHY -->
   <!-- run with: train --steps 5; infer --max-new-tokens 9 -->     appended to each such command of distgpt
 
-A block marked ```text after it shows printed lines in their order. Numbers, times and paths may differ, but not
-words; … stands for omitted output. The directory has the files that documents use: my.txt, held-out.txt and
-texts/.
+A ```text block after it shows printed lines in order. Numbers, times and paths may differ, words must not;
+… replaces omitted text. The scratch directory has the files my.txt, held-out.txt, and the directory texts.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ PROGRAM = (sys.executable, "-m", "distgpt")
 DOCUMENTS = (ROOT / "README.md", *sorted((ROOT / "docs" / "tutorials").glob("*.md")))
 BLOCK = re.compile(r"(?:<!-- (not run|run with): (.*?) -->\n)?```(?:bash|sh)\n(.*?)```", re.DOTALL)
 SHOWN = re.compile(r"[^`]*```text\n(.*?)```", re.DOTALL)
-# Patterns of output that may differ from a document, and their replacement.
+# Patterns of text that may differ between a document and a run, and their replacement.
 LOOSE = (
     (re.compile(r"(?<!\S)(?:\.{0,2}/|~|runs/)\S+"), "/"),
     (re.compile(r"[-+]?\d[\d,.:]*(?:e[-+]?\d+)?"), "0"),
@@ -37,7 +36,7 @@ LOOSE = (
     (re.compile(r"\s+"), " "),
 )
 
-# Comes first in PATH, also for mpirun, and appends the arguments in a comment.
+# Precedes the real program on the PATH, and appends the words of a comment.
 WRAPPER = """#!/bin/sh
 name=$(echo "$1" | tr a-z- A-Z_)
 eval "more=\\$MORE_$name"
@@ -46,17 +45,17 @@ exec {program} "$@" $more
 
 
 class Block(NamedTuple):
-    """A shell block: the line of its first command, its commands, and the arguments appended to commands."""
+    """A shell block: the line of its first command, its commands, and words to append."""
 
     line: int
     script: str
-    skipped: str  # the reason, if any
+    skipped: str  # why, if it is
     more: dict[str, str]
-    shown: str = ""  # expected output
+    shown: str = ""  # lines that it prints
 
 
 class Failed(Exception):
-    """A block that failed."""
+    """A block that did not end with 0."""
 
 
 def blocks(text: str) -> Iterator[Block]:
@@ -70,14 +69,12 @@ def blocks(text: str) -> Iterator[Block]:
 
 
 def loose(line: str) -> str:
-    """Return the line without parts that may differ."""
     for pattern, by in LOOSE:
         line = pattern.sub(by, line)
     return line.strip()
 
 
 def not_printed(shown: str, printed: str) -> str:
-    """Return the first shown line that was not printed in order, or an empty string."""
     rest = iter([loose(line) for line in printed.splitlines()])
     for line in shown.splitlines():
         begin, cut, _ = loose(line).partition("…")
@@ -87,7 +84,6 @@ def not_printed(shown: str, printed: str) -> str:
 
 
 def prepare(scratch: Path, called: Sequence[str]) -> dict[str, str]:
-    """Create the files that documents use, and return the environment of their commands."""
     program = scratch / ".bin" / "distgpt"
     program.parent.mkdir()
     program.write_text(WRAPPER.format(program=shlex.join(called)))
@@ -100,13 +96,13 @@ def prepare(scratch: Path, called: Sequence[str]) -> dict[str, str]:
         (scratch / "texts" / f"{number}.txt").write_bytes(corpus[number * 9000 : (number + 1) * 9000])
     path = os.pathsep.join([str(program.parent), str(Path(sys.executable).parent), os.environ["PATH"]])
     own = {"PATH": path, "PYTHONPATH": str(ROOT), "COLUMNS": "100"}
-    return {**os.environ, **own, "DISTGPT_AUTO_DTYPE": "float32"}  # the losses on the pages are in float32
+    return {**os.environ, **own, "DISTGPT_AUTO_DTYPE": "float32"}  # the pages' losses
 
 
 def run(document: Path, scratch: Path, called: Sequence[str] = PROGRAM) -> None:
-    """Run a document's blocks, each in a new shell, until one fails.
+    """Run a document's blocks in separate shells until one fails.
 
-    `called` replaces the command `distgpt`.
+    `called` is the command for `distgpt`.
     """
     environment = prepare(scratch, called)
     for block in blocks(document.read_text()):
@@ -116,14 +112,9 @@ def run(document: Path, scratch: Path, called: Sequence[str] = PROGRAM) -> None:
             continue
         begun = time.monotonic()
         result = subprocess.run(
-            ["bash", "-euo", "pipefail", "-c", block.script],
-            cwd=scratch,
-            env={**environment, **block.more},
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
+            ["bash", "-euo", "pipefail", "-c", block.script], cwd=scratch, env={**environment, **block.more},
+            stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+        )  # fmt: skip
         if result.returncode:
             raise Failed(f"{where}: left with {result.returncode}\n{block.script}{result.stdout[-2000:]}")
         if line := not_printed(block.shown, result.stdout):

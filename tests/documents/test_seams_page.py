@@ -1,4 +1,4 @@
-"""The page about extensions: a run trains with each of its files."""
+"""The page about extensions: a run trains with each file."""
 
 import contextlib
 import importlib
@@ -20,21 +20,18 @@ from distgpt.core.data.tokenizers import load_tokenizer
 from distgpt.core.saved.tensors import read_header, read_into
 from run import ROOT
 
-from conftest import distgpt, losses, needs_mpi
+from conftest import ci_ranks, distgpt, losses, needs_mpi, succeeded
 
 PAGE = (ROOT / "docs" / "explanation" / "seams.md").read_text()
 BLOCKS = re.findall(r"^```python\n(.*?)^```", PAGE, re.DOTALL | re.MULTILINE)
 FILES = {text.splitlines()[0].removeprefix("# "): text for text in BLOCKS}
-NAMES = ["memory_guard.py", "topk.py", "orthogonal.py", "restarts.py", "digraphs.py", "lion.py", "quick_gelu.py"]
-NAMES += ["loop.py"]
 SIZE = {"preset": "tiny-adamw", "n_layer": 1, "n_head": 2, "n_embd": 16, "seq_len": 16, "batch_size": 4}
 SIZE |= {"data": "story", "steps": 6, "threads": 1}
 
 
 @pytest.fixture
 def extensions(tmp_path, monkeypatch):
-    """Write the page's files; give a function that makes the components of one."""
-    monkeypatch.setattr(components, "_installed", components.components())  # so that it is undone
+    monkeypatch.setattr(components, "_installed", components.components())  # undone at the end
     for name, text in FILES.items():
         (tmp_path / name).write_text(text)
         monkeypatch.delitem(sys.modules, name.removesuffix(".py"), raising=False)
@@ -46,12 +43,7 @@ def bytes_of(trained):
     return (trained.directory / "weights.safetensors").read_bytes()
 
 
-def test_each_is_one_file_of_at_most_sixty_lines():
-    assert [*FILES] == NAMES
-    assert all(len(text.splitlines()) <= 60 for text in FILES.values())
-
-
-def test_callback_adds_metrics_and_ends_run(tmp_path, extensions):
+def test_memory_callback_adds_metric_and_ends_run(tmp_path, extensions):
     plain = package.train(**SIZE, out=tmp_path / "plain")
     guarded = extensions("memory_guard")
     watched = package.train(**SIZE, out=tmp_path / "watched", components=guarded)
@@ -66,7 +58,6 @@ def test_callback_adds_metrics_and_ends_run(tmp_path, extensions):
 
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory):
-    """Return a directory with an installed wheel."""
     builder = pytest.importorskip("hatchling.builders.wheel").WheelBuilder(str(ROOT))
     [path] = builder.build(directory=str(tmp_path_factory.mktemp("wheel")), versions=["standard"])
     with zipfile.ZipFile(path) as file:
@@ -75,7 +66,6 @@ def wheel(tmp_path_factory):
 
 
 def command(tmp_path, out, *more, ranks=1, wheel=None):
-    """Train by the command, as a user does who has only a file."""
     words = [f"--{name.replace('_', '-')}={value}" for name, value in SIZE.items()]
     stage = ("--stage", "mpi") if ranks > 1 else ()
     how = {"env": {"PYTHONPATH": os.pathsep.join(map(str, filter(None, (wheel, tmp_path))))}, "cold": bool(wheel)}
@@ -86,7 +76,7 @@ def command(tmp_path, out, *more, ranks=1, wheel=None):
 @pytest.mark.ranks
 @pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=needs_mpi)])
 @pytest.mark.parametrize("name", [name for name in FILES if name not in ("orthogonal.py", "loop.py")])
-def test_each_trains_by_the_command(tmp_path, extensions, wheel, name, ranks):
+def test_component_files_train_by_command(tmp_path, extensions, wheel, name, ranks):
     more = {"quick_gelu.py": ["--set", "mlp=quick_gelu"], "digraphs.py": ["--tokenizer", "digraphs:thheinan"]}
     own = ["--components", f"{name.removesuffix('.py')}:MyComponents"]
     result = command(tmp_path, "run", *own, *more.get(name, []), ranks=ranks, wheel=wheel)
@@ -95,10 +85,8 @@ def test_each_trains_by_the_command(tmp_path, extensions, wheel, name, ranks):
     assert len(losses(tmp_path / "run")) == SIZE["steps"]
 
 
-@pytest.mark.ci
-@pytest.mark.ranks
-@needs_mpi
-def test_an_exchange_saves_what_is_left(tmp_path, extensions):
+@ci_ranks
+def test_topk_exchange_saves_residual(tmp_path, extensions):
     own = ("--components", "topk:MyComponents", "--schedule", "constant", "--save-every", "3")
     how = {"ranks": 2}
     assert command(tmp_path, "whole", *own, "--set", "extra.fraction=0.05", **how).returncode == 0
@@ -122,7 +110,7 @@ def test_an_exchange_saves_what_is_left(tmp_path, extensions):
         assert "extra" not in complaint or not (tmp_path / "no").exists()
 
 
-def test_callback_saves_state(tmp_path, extended):
+def test_callback_state_survives_resume(tmp_path, extended):
     class Counting(contextlib.nullcontext):
         steps = 0
 
@@ -143,11 +131,9 @@ def test_callback_saves_state(tmp_path, extended):
     assert lines == [*range(1, 10)]
 
 
-@pytest.mark.ci
-@pytest.mark.ranks
-@needs_mpi
+@ci_ranks
 @pytest.mark.parametrize("sync", ["allreduce", "sharded"])
-def test_optimizer_updates_parts_like_whole_weights(tmp_path, extensions, sync):
+def test_lion_updates_whole_and_sharded_weights(tmp_path, extensions, sync):
     own = ("--components", "lion:MyComponents", "--dtype", "float32", "--lr", "1e-3")
     assert command(tmp_path, sync, *own, "--grad-sync", sync, ranks=2).returncode == 0
     alone = package.train(**SIZE, dtype="float32", lr=1e-3, out=tmp_path / "one", components=extensions("lion"))
@@ -156,8 +142,7 @@ def test_optimizer_updates_parts_like_whole_weights(tmp_path, extensions, sync):
     assert losses(adamw.directory)[-1] != losses(alone.directory)[-1]
 
 
-def test_lion_matches_formula(tmp_path, extensions):
-    """One element, three steps, against the update rule written out."""
+def test_lion_follows_its_update_rule(tmp_path, extensions):
     components.install(extensions("lion"))
     model = package.init(package.ModelConfig(n_layer=1, n_head=1, n_embd=8, seq_len=4), tokenizer="byte")
     settings = {"weight_decay": 0.1, "beta1": 0.9, "beta2": 0.99, "clip": 0.0}
@@ -174,7 +159,7 @@ def test_lion_matches_formula(tmp_path, extensions):
     np.testing.assert_allclose(model.parameters()[name], p, rtol=1e-5)
 
 
-def test_an_activation_has_the_gradient_of_its_loss(tmp_path, extensions):
+def test_activation_gradient_matches_differences(tmp_path, extensions):
     components.install(extensions("quick_gelu"))
     config = package.ModelConfig(n_layer=1, n_head=1, n_embd=8, seq_len=4, mlp="quick_gelu")
     model = package.init(config, tokenizer="byte", dtype="float64")
@@ -196,15 +181,14 @@ def test_an_activation_has_the_gradient_of_its_loss(tmp_path, extensions):
         package.load(tmp_path / "own.safetensors")
 
 
-def test_ids_beyond_the_vocabulary_are_rejected(tmp_path, extensions):
+def test_token_ids_beyond_vocabulary_are_rejected(tmp_path, extensions):
     own = extensions("digraphs")
     sys.modules["digraphs"].Digraphs.size = property(lambda tokenizer: 256, lambda tokenizer, size: None)
     with pytest.raises(DataError, match=r"digraphs\b.*\b256 .*\b25\d$"):
         package.train(**SIZE, tokenizer="digraphs:thheinan", out=tmp_path / "run", components=own)
 
 
-def test_weights_load_whatever_their_training_was(tmp_path, monkeypatch):
-    """Simulate weights of a version with another setting value."""
+def test_weights_load_with_unknown_training_settings(tmp_path, monkeypatch):
     trained = package.train(**SIZE, out=tmp_path / "run")
     to_toml = RunConfig.to_toml
     monkeypatch.setattr(RunConfig, "to_toml", lambda run: to_toml(run).replace('"allreduce"', '"topk"'))
@@ -221,18 +205,16 @@ def test_weights_load_whatever_their_training_was(tmp_path, monkeypatch):
 @pytest.mark.ci
 @pytest.mark.ranks
 @pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=needs_mpi)])
-def test_a_loop_of_ones_own_learns(tmp_path, extensions, ranks):
-    result = distgpt(ranks=ranks, cwd=tmp_path, program=[sys.executable, "loop.py"])
-    assert result.returncode == 0, result.stderr
+def test_custom_loop_learns(tmp_path, extensions, ranks):
+    result = succeeded(ranks=ranks, cwd=tmp_path, program=[sys.executable, "loop.py"], by=distgpt)
     rows = [line.split() for line in result.stdout.splitlines()]
     assert float(rows[-1][1]) < 0.6 * float(rows[0][1])
     assert package.load(tmp_path / "own.safetensors").generate("The", 5)
 
 
 @pytest.mark.ci
-def test_adapter_kind_trains_and_loads_as_lora(tmp_path, extensions):
-    base = package.train(**SIZE, out=tmp_path / "base")
-    init = str(base.directory / "weights.safetensors")
+def test_orthogonal_adapter_trains_and_loads_as_lora(tmp_path, extensions):
+    init = str(package.train(**SIZE, out=tmp_path / "base").directory / "weights.safetensors")
     how = {**SIZE, "init": init, "lora_rank": 4, "lora_matrices": "q,v", "steps": 20}
     lora = package.train(**how, out=tmp_path / "lora")
     own = package.train(**how, out=tmp_path / "own", components=extensions("orthogonal"))
@@ -249,7 +231,7 @@ def test_adapter_kind_trains_and_loads_as_lora(tmp_path, extensions):
     assert package.load(own.directory).generate("The", max_new_tokens=3, seed=1)
 
 
-def test_a_schedule_gives_the_rates_also_after_a_resume(tmp_path, extensions):
+def test_custom_schedule_continues_after_resume(tmp_path, extensions):
     restarting = extensions("restarts")
     sys.modules["restarts"].PERIOD = 4
     how = {**SIZE, "warmup": 0, "lr": 0.008, "save_every": 3}
@@ -260,7 +242,7 @@ def test_a_schedule_gives_the_rates_also_after_a_resume(tmp_path, extensions):
     np.testing.assert_allclose(rates, wanted, rtol=1e-6)
 
 
-def test_tokenizer_is_saved_and_loaded(tmp_path, extensions):
+def test_custom_tokenizer_is_saved_and_loaded(tmp_path, extensions):
     own = extensions("digraphs")
     trained = package.train(**SIZE, tokenizer="digraphs:thheinan", out=tmp_path / "run", components=own)
     saved = load_tokenizer(str(trained.directory))
@@ -270,7 +252,6 @@ def test_tokenizer_is_saved_and_loaded(tmp_path, extensions):
     assert saved.decode(ids) == text and len(ids) < len(text) and (ids >= 256).any()
     assert json.loads(saved.to_json())["pairs"] == "thheinan"
     more = SIZE | {"steps": 8, "tokenizer": "digraphs:thheinan"}
-    again = package.train(**more, out=tmp_path / "run", resume="auto")
-    assert len(losses(again.directory)) == 8
+    assert len(losses(package.train(**more, out=tmp_path / "run", resume="auto").directory)) == 8
     with pytest.raises(UsageError, match="not a kind or a file"):
         load_tokenizer("digraphs:odd")

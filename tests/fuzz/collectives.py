@@ -48,7 +48,7 @@ class Planted:
 
         mpi.LARGEST_MESSAGE = 1 << 12  # splits messages into parts
         pieces = mpi._pieces
-        mpi._pieces = lambda array, limit: self.parts(pieces(array, limit))
+        mpi._pieces = lambda array: self.parts(pieces(array))
         for name in CALLS:
             setattr(mpi.MpiComm, name, self.wrapped(getattr(mpi.MpiComm, name), name))
 

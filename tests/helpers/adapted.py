@@ -1,4 +1,4 @@
-"""Small models with adapters, and what their gradients are by those of the whole matrices."""
+"""Small models with adapters, and their gradients from the gradients of whole matrices."""
 
 import numpy as np
 from distgpt.core.config import RunConfig, TrainConfig
@@ -8,7 +8,6 @@ from distgpt.models.adapters import AdaptedModel, adapters_in
 
 
 def adapted(config, kernels, matrices="all", rank=3):
-    """A model whose weights and adapters are random, B too."""
     run = RunConfig(config, TrainConfig(lora_rank=rank, lora_alpha=5.0, lora_matrices=matrices))
     model, rng = AdaptedModel(run, kernels), np.random.default_rng(0)
     model.allocate_master_weights()
@@ -23,7 +22,6 @@ def host(model, tensors):
 
 
 def merged(model):
-    """The weights of the same model without adapters."""
     whole, low = host(model, model.frozen), host(model, model.params)
     for adapter in (each for each in adapters_in(model.architecture) if each.rank):
         b, a = (low[f"{adapter.name}.lora_{kind}"] for kind in "ba")
@@ -32,7 +30,6 @@ def merged(model):
 
 
 def gradients(model, tokens, targets, recompute="mlp", n_seq=3):
-    """Of two micro-batches."""
     model.make_gradients()
     k = model.kernels
     work = Pass(model, n_seq, len(tokens) // n_seq, training=True, recompute=recompute)
@@ -42,7 +39,7 @@ def gradients(model, tokens, targets, recompute="mlp", n_seq=3):
 
 
 def expected(model, kernels, tokens, targets, n_seq=3):
-    """By the chain rule: dB = scale · dW Aᵀ, dA = scale · Bᵀ dW of the merged model."""
+    """Apply the chain rule: dB = scale · dW Aᵀ, dA = scale · Bᵀ dW of the merged model."""
     plain, low, found = Model(Architecture(model.config), kernels), host(model, model.params), {}
     for name, values in merged(model).items():
         plain.params[name][...] = values

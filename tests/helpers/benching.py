@@ -1,4 +1,4 @@
-"""What tests of `distgpt bench` and those of the programs in benchmarks/ share: small work, measured here."""
+"""Small measurements for tests of `distgpt bench` and of benchmarks/."""
 
 import importlib.util
 import json
@@ -26,7 +26,6 @@ def found_in(seconds, measured):
 
 
 def peak_here(what, words, launcher, ranks):
-    """The peak's child, which would measure it for seconds, in this process and its one rank."""
     assert words[:3] == ["bench", "train", "--measure-peak"] and (launcher is not None) == (RANKS == 2)
     here = ["serial" if word == "mpi" else str(word) for word in words[2:]]
     return json.loads(CliRunner().invoke(train_command, here).stdout)

@@ -11,7 +11,7 @@ from contextlib import contextmanager, suppress
 BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 _OPTIONS = ("--headless", "--no-sandbox", "--disable-gpu", "--hide-scrollbars", "--no-first-run")
 
-# How much two colours differ, and which colour lies behind a node.
+# The contrast of two colors, and the background of a node.
 CONTRAST = """
 const root = document.documentElement;
 const colour = text => (text.match(/[\\d.]+/g) || [0, 0, 0]).map(Number);
@@ -28,8 +28,6 @@ const behind = node => { for (; node; node = node.parentElement) {
 
 
 class Page:
-    """A tab. `errors`: what its console complained of, such as what its policy refused."""
-
     def __init__(self, to, back):
         self._to, self._back, self._numbers = to, back, itertools.count(1)
         self._unread, self._session = b"", None
@@ -40,7 +38,6 @@ class Page:
             self.call(f"{domain}.enable")
 
     def call(self, method, **params):
-        """A command of the DevTools protocol, and its result."""
         number = next(self._numbers)
         message = {"id": number, "method": method, "params": params}
         if self._session:
@@ -62,13 +59,12 @@ class Page:
     def _note(self, event):
         if event.get("method") == "Log.entryAdded":
             entry = event["params"]["entry"]
-            if entry["source"] != "network":  # which is every answer of 400 and above
+            if entry["source"] != "network":  # all HTTP errors
                 self.errors.append(entry["text"])
         elif event.get("method") == "Runtime.exceptionThrown":
             self.errors.append(event["params"]["exceptionDetails"]["exception"]["description"])
 
     def window(self, width, height, scheme):
-        """The size of the window in pixels, and what colours the user prefers: light or dark."""
         metrics = {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": width < 600}
         self.call("Emulation.setDeviceMetricsOverride", **metrics)
         self.call("Emulation.setEmulatedMedia", features=[{"name": "prefers-color-scheme", "value": scheme}])
@@ -78,7 +74,6 @@ class Page:
         self.until("document.readyState === 'complete'")
 
     def value(self, script):
-        """What an expression is; a promise is waited for."""
         found = self.call("Runtime.evaluate", expression=script, returnByValue=True, awaitPromise=True)
         assert "exceptionDetails" not in found, found
         return found["result"].get("value")
@@ -90,7 +85,6 @@ class Page:
             time.sleep(0.02)
 
     def key(self, name, code=0, modifiers=0):
-        """Press a key: its name, and the number that Windows has for it."""
         text = {"text": "\r"} if name == "Enter" else {"text": name} if len(name) == 1 else {}
         for kind in ("keyDown", "keyUp"):
             more = {"key": name, "windowsVirtualKeyCode": code, "modifiers": modifiers, **text}
@@ -99,7 +93,6 @@ class Page:
 
 @contextmanager
 def browser(folder):
-    """A tab of a browser with a profile of its own, which ends with the block."""
     (ours_in, to), (back, ours_out) = os.pipe(), os.pipe()
 
     def as_three_and_four():

@@ -1,4 +1,4 @@
-"""Chat templates as families of models have them, written anew for the tests."""
+"""Chat templates like those of model families, rewritten for the tests."""
 
 LLAMA3 = (
     "{{ bos_token }}{% for message in messages %}"
@@ -7,7 +7,7 @@ LLAMA3 = (
     "{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|start_header_id|>assistant<|end_header_id|>\n\n' }}{% endif %}"
 )
-# Qwen 3: what was thought before an earlier answer is left out, that before the last one made up anew.
+# Qwen 3 omits the thoughts of earlier answers, and adds thoughts to the last.
 QWEN = (
     "{%- set ns = namespace(last=-1) %}"
     "{%- for m in messages %}{% if m.role == 'user' %}{% set ns.last = loop.index0 %}{% endif %}{% endfor %}"
@@ -38,7 +38,7 @@ TINYLLAMA = (
     "{% endif %}\n"
     "{% if loop.last and add_generation_prompt %}\n{{ '<|assistant|>' }}\n{% endif %}\n{% endfor %}"
 )
-# Refuses what does not alternate.
+# Rejects roles that do not alternate.
 MISTRAL = (
     "{{ bos_token }}{% for message in messages %}"
     "{% if (message['role'] == 'user') != (loop.index0 % 2 == 0) %}"
@@ -53,6 +53,5 @@ BEGINS = {"llama3": "<|begin_of_text|>", "tinyllama": "<s>", "mistral": "<s>"}
 
 
 def settings(family):
-    """What tokenizer_config.json says of a family."""
     named = {"bos_token": BEGINS.get(family), "eos_token": ENDS[family], "chat_template": TEMPLATES[family]}
     return {name: value for name, value in named.items() if value is not None}

@@ -1,16 +1,16 @@
-"""Commands that must succeed, and errors that a user reads: one short line that names what is wrong."""
+"""Commands that must succeed, and errors of one short line."""
 
 import contextlib
 
 import pytest
 from distgpt.core.base.errors import DataError
 
-from conftest import inside
+from conftest import succeeded
 
 
 @contextlib.contextmanager
 def complains(*words, kind=DataError):
-    """The body fails with this error, whose one line has all these words."""
+    """Check that the body raises a one-line error with all these words."""
     with pytest.raises(kind) as caught:
         yield
     said = str(caught.value)
@@ -20,7 +20,4 @@ def complains(*words, kind=DataError):
 
 
 def done(*words, **how):
-    """Run a command in this process that must succeed; return what it printed."""
-    result = inside(*words, **how)
-    assert result.returncode == 0, result.stderr
-    return result.stdout
+    return succeeded(*words, **how).stdout

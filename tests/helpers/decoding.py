@@ -1,4 +1,4 @@
-"""Slots of every kind, models of odd sizes to decode with, and the scores that the training pass gives."""
+"""Slots of every kind, models of odd sizes, and the training pass's logits."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -28,9 +28,9 @@ LETTERS = CharTokenizer("abcdefghijklm")
 
 
 class Kind(NamedTuple):
-    kernels: Callable  # from a number of threads
+    kernels: Callable  # takes the number of threads
     slots: type
-    tolerance: float  # of scores, relative to the largest
+    tolerance: float  # relative to the largest logit
 
 
 KINDS = {
@@ -43,13 +43,12 @@ KINDS = {
     "int8": Kind(Int8Kernels, CompiledSlots, 6e-2),
     "int4": Kind(lambda threads: Int8Kernels(threads, "int4"), CompiledSlots, 6e-2),
 }
-EXACT = ("float32", "bfloat16", "int8", "int4")  # kinds that give the same bits however a sequence is split
+EXACT = ("float32", "bfloat16", "int8", "int4")  # bitwise identical for any split of a sequence
 # Each is compiled separately; bfloat16 shares its cache with int8, its weights with training.
 MARKS = {"bfloat16": pytest.mark.slow, "int4": pytest.mark.ci}
 
 
 def marked(*kinds):
-    """Parameters of these kinds, each in its tier."""
     return [pytest.param(kind, marks=MARKS.get(kind, ())) for kind in kinds]
 
 
@@ -70,7 +69,6 @@ SHAPES = {name: replace(config, seq_len=50) for name, config in VARIANTS.items()
 
 
 def build(shape, kernels):
-    """A model whose gains and biases are random too, and the same in every type."""
     model = Model(Architecture(SHAPES[shape]), kernels)
     random = np.random.default_rng(7)
     for spec in model.layout.specs:
@@ -80,7 +78,6 @@ def build(shape, kernels):
 
 
 def slots_of(shape, kind, count, threads=2):
-    """Slots with nothing in them that may be read."""
     slots = KINDS[kind].slots(build(shape, KINDS[kind].kernels(threads)), count)
     for array in getattr(slots, "cache", ()):
         array[...] = 0x7FC0 if array.dtype == np.uint16 else np.nan
@@ -102,7 +99,6 @@ def distance(found, expected):
 
 
 def plain_scores(model, tokens):
-    """Scores after each token, by the training forward pass."""
     work = Pass(model, 1, len(tokens), training=False)
     hidden = work.forward(model.kernels.integers(tokens))
     scores = model.kernels.zeros(len(tokens), model.config.padded_vocab)

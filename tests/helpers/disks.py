@@ -15,7 +15,6 @@ def names(directory):
 
 @contextlib.contextmanager
 def unprivileged():
-    """The rights of an ordinary user: root may write anywhere."""
     user = os.geteuid()
     if user == 0:
         os.seteuid(65534)
@@ -45,7 +44,6 @@ def without_locks(folder):
 
 @contextlib.contextmanager
 def small_disk(directory, options="size=1m"):
-    """A disk at this directory, by default of one megabyte."""
     mount = ["mount", "-t", "tmpfs", "-o", options, "tmpfs", str(directory)]
     if os.geteuid() or not shutil.which("mount") or subprocess.run(mount, capture_output=True).returncode:
         pytest.skip("only root may mount a small disk to fill, and not in every container")

@@ -19,14 +19,12 @@ FEATURES = ("amx-tile", "amx-bf16")
 
 
 def library(folder: Path) -> Path:
-    """Compile the emulation into a folder."""
     made = folder / "emulated-amx.so"
     subprocess.run([COMPILER, *FLAGS.split(), "-o", made, SOURCE, "-ldl"], check=True)
     return made
 
 
 def features() -> str:
-    """Return this processor's features and those of AMX, as LLVM takes them."""
     others = (name for name in processor.processor()[1].split(",") if name[1:] not in FEATURES)
     return ",".join([*others, *(f"+{name}" for name in FEATURES)])
 
@@ -36,12 +34,9 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as folder:
         counts = Path(folder) / "counts"
         environ = {
-            "LD_PRELOAD": str(library(Path(folder))),
-            "AMX_COUNTS": str(counts),
-            processor.AMX_VARIABLE: "1",
-            "NUMBA_CPU_NAME": processor.processor()[0],
-            "NUMBA_CPU_FEATURES": features(),
-        }
+            "LD_PRELOAD": str(library(Path(folder))), "AMX_COUNTS": str(counts), processor.AMX_VARIABLE: "1",
+            "NUMBA_CPU_NAME": processor.processor()[0], "NUMBA_CPU_FEATURES": features(),
+        }  # fmt: skip
         done = subprocess.run([sys.executable, *sys.argv[1:]], env=os.environ | environ, check=False)
         lines = counts.read_text().splitlines() if counts.exists() else []
         products = sum(int(line.split("tdpbf16ps ")[1]) for line in lines)

@@ -1,4 +1,4 @@
-"""tokenizer.json as families of models have it, learned by the library itself from a short story."""
+"""tokenizer.json like those of model families, learned by the library from a short story."""
 
 import functools
 import json
@@ -41,7 +41,7 @@ def llama3():
 
 
 def qwen():
-    """Qwen 2.5 and 3: text is composed (NFC), and <think> is cut out of it, but is no special token."""
+    """Qwen 2.5 and 3 compose text (NFC) and split off <think>, which is not a special token."""
     library = _byte_level(_split(""), CHATML, normalizers.NFC())
     library.add_tokens([AddedToken("<think>", normalized=False), AddedToken("</think>", normalized=False)])
     return json.loads(library.to_str())
@@ -54,7 +54,6 @@ def smollm2():
 
 
 def _sentencepiece(library):
-    """A BPE with tokens for single bytes, of which only three tokens are special."""
     parts = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
     library.decoder = decoders.Sequence(parts)
     special = ["<unk>", "<s>", "</s>"]
@@ -75,7 +74,6 @@ def tinyllama():
 
 
 def mistral():
-    """Only a blank before the first word."""
     library = Tokenizer(models.BPE(unk_token="<unk>", fuse_unk=True, byte_fallback=True))
     library.pre_tokenizer = pre_tokenizers.Metaspace("▁", prepend_scheme="first", split=False)
     return _sentencepiece(library)
@@ -86,12 +84,10 @@ FAMILIES = {each.__name__: each for each in (llama3, qwen, smollm2, tinyllama, m
 
 @functools.cache
 def document(family):
-    """The family's tokenizer.json as text."""
     return json.dumps(FAMILIES[family](), ensure_ascii=False)
 
 
 def write_family(folder, family, **settings):
-    """Write tokenizer.json, and tokenizer_config.json with these settings; give the loaded tokenizer."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "tokenizer.json").write_text(document(family), encoding="utf-8")
     (folder / "tokenizer_config.json").write_text(json.dumps(settings), encoding="utf-8")

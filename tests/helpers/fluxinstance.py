@@ -1,7 +1,4 @@
-"""A Flux instance of one's own on this machine: needs no root and no daemon, and no Flux that runs already.
-
-Its brokers stand for nodes; each has all cores of this machine.
-"""
+"""A separate Flux instance on this machine, without root or daemons. Its brokers act as nodes with all cores."""
 
 import os
 import shutil
@@ -12,51 +9,42 @@ from pathlib import Path
 
 from schedulers import Scheduler
 
-PATH = os.pathsep.join([os.environ["PATH"], "/opt/flux/bin"])  # where a build from source is looked for, too
+PATH = os.pathsep.join([os.environ["PATH"], "/opt/flux/bin"])  # also a build from source
 SECONDS_TO_END = 60
-# The default of 5 s is for machines that have nothing else to do.
+# The default of 5 s is too short for busy machines.
 CONFIGURATION = 'exec.kill-timeout = "30s"\n'
 PRETENDED = 'resource.path = "{folder}/R"\nresource.noverify = true\n'
-# It lives until its standard input ends.
+# Ends with its standard input.
 INITIAL = "echo $FLUX_URI; cat >/dev/null; flux cancel --all --quiet; flux queue idle --quiet"
 
 
 def lacking():
-    """Why there can be none here; "" if there can."""
     return "" if shutil.which("flux", path=PATH) else "needs flux-core: flux in PATH or in /opt/flux/bin"
 
 
 class Instance(Scheduler):
-    """Flux's commands."""
-
     system, submitted, sign = "flux", r"^(f\w+)$", "FLUX_TASK_RANK"
     shows = ("jobs", "-a")
 
     def __init__(self, folder, uri):
-        # Of a job's own instance this machine is asked without ssh.
         super().__init__(folder, {"FLUX_URI": uri, "FLUX_URI_RESOLVE_LOCAL": "t", "PATH": PATH})
 
     def call(self, *words, **how):
         return super().call("flux", *words, **how)
 
     def queued(self):
-        """The numbers of its jobs that have not ended."""
         return self.call("jobs", "-n", "-o", "{id.f58plain}").split()
 
     def distgpt(self, folder, *words):
         return super().distgpt(folder, *words).replace("ƒ", "f")
 
     def successor(self, job):
-        """As the script has printed it."""
         return job.said().split()[-1].replace("ƒ", "f")
 
 
 @contextmanager
 def flux_instance(nodes=2, pretended=""):
-    """An instance that is ready for jobs, and gone afterwards with whatever runs in it.
-
-    `pretended`: what each node has, as options of `flux R encode`, in place of what is here.
-    """
+    """Yield an instance that is ready for jobs; `pretended`: resources of a node, as options of `flux R encode`."""
     folder = Path(tempfile.mkdtemp(prefix="flux"))
     env = {**os.environ, "PATH": PATH}
     words = ["flux", "start", f"--test-size={nodes}", "--test-exit-mode=leader", f"--config-path={folder}"]

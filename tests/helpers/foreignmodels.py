@@ -1,4 +1,4 @@
-"""Models for the tests of import and export: of all shapes, written without a backend, and damaged."""
+"""Models for tests of import and export, in all shapes and without a backend."""
 
 import json
 
@@ -42,7 +42,6 @@ SMALL = SHAPES["odd"]
 
 
 def random_model(path, shape, tokenizer="byte", dtype=np.float32):
-    """A weights file with numbers drawn for every tensor, and zeros behind the vocabulary; the arrays."""
     config = ModelConfig(**shape)
     draw = np.random.default_rng(5)
     arrays = {}
@@ -56,7 +55,6 @@ def random_model(path, shape, tokenizer="byte", dtype=np.float32):
 
 
 def tensors_in(path):
-    """All arrays of a file, whoever has written it."""
     wide = {"F64": np.float64}
     header = read_header(path)
     arrays = {n: np.empty(e.shape, wide.get(e.dtype, np.float32)) for n, e in header.tensors.items()}
@@ -71,13 +69,11 @@ def same(left, right):
 
 
 def change_json(path, **changes):
-    """Set values of a JSON object in a file; None takes them out."""
     values = json.loads(path.read_text()) | changes
     path.write_text(json.dumps({key: value for key, value in values.items() if value is not None}))
 
 
 def exported_model(directory, shape=SMALL, tokenizer="byte"):
-    """A model as a directory of transformers, with our file beside it; its arrays."""
     ours = directory.with_name("ours.safetensors")
     arrays = random_model(ours, shape, tokenizer)
     export_model(ours, directory, "float32")
@@ -86,7 +82,6 @@ def exported_model(directory, shape=SMALL, tokenizer="byte"):
 
 @pytest.fixture
 def exported(tmp_path):
-    """A GPT-2 in a directory of its own."""
     exported_model(tmp_path / "gpt2")
     return tmp_path / "gpt2"
 
@@ -98,14 +93,12 @@ def llama(tmp_path):
 
 
 def rewritten(directory, change):
-    """The directory with other tensors in it: `change` gets a dict of them, and may give another."""
     path = directory / "model.safetensors"
     tensors = tensors_in(path)
     write_tensors(path, change(tensors) or tensors, {"format": "pt"})
 
 
 def in_parts(directory, count=3):
-    """The same model in several files with an index; the mapping in it."""
     tensors = tensors_in(directory / "model.safetensors")
     (directory / "model.safetensors").unlink()
     mapping = {name: f"model-{i % count + 1:05}-of-{count:05}.safetensors" for i, name in enumerate(tensors)}

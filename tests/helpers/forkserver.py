@@ -1,9 +1,7 @@
-"""A server that has imported the package once and forks every command of the tests from there.
+"""A server that imports the package once and forks commands and MPICH ranks of tests.
 
-A command forked here is a process of its own like one started cold: it has its own pid, working directory,
-environment, standard streams, signals, exit code and interpreter exit. It saves the 1 to 2 seconds that
-importing takes. What the start decides (import times, `sys.modules`, variables read while importing) needs a
-cold one. Ranks of MPICH are forked here too: mpirun starts forkedrank.py, which asks for one.
+A forked command behaves like a cold start and saves the 1 to 2 seconds of importing. Tests of import times,
+`sys.modules` and variables that are read while importing need a cold start.
 """
 
 import array
@@ -26,36 +24,22 @@ import sys
 import threading
 
 _START = "import sys; sys.path.insert(0, {!r}); from forkserver import serve, end; del sys.path[0]; "
-_START += "end(serve({}, {}))"  # serve() returns in the forked children alone
+_START += "end(serve({}, {}))"  # serve() returns only in forked children
 _NOT_IMPORTED = ("mpi4py", "cupy", "torch", "transformers", "matplotlib", "pyarrow", "tensorboardX", "cudnn")
 _SKIPPED = ("distgpt.__main__", "distgpt.core.comm.mpi")
-# Variables that are read when a command runs, not while importing. Any other that differs means a cold start.
-_READ_LATE = (
-    "PMI",
-    "OMPI_",
-    "SLURM_",
-    "MPI_",
-    "PYTEST_",
-    "HF_",
-    "COLUMNS",
-    "LINES",
-    "TERM",
-    "NO_COLOR",
-    "DISTGPT_AUTO_DTYPE",
-)
-_READ_LATE += ("WHOLE_", "BREAK")  # by the tests' own programs
+# Variables that are read after importing. Any other difference requires a cold start.
+_READ_LATE = ("PMI", "OMPI_", "SLURM_", "MPI_", "PYTEST_", "HF_", "COLUMNS", "LINES", "TERM", "NO_COLOR")
+_READ_LATE += ("DISTGPT_AUTO_DTYPE", "WHOLE_", "BREAK")  # also programs of tests
 
 
 class Server:
-    """The server process of this pytest process, as its tests see it."""
-
     def __init__(self, environ):
         self.environ, self.cores = dict(environ), os.sched_getaffinity(0)
         self._socket, theirs = socket.socketpair()
-        self.address = f"distgpt-tests-{os.getpid()}"  # where ranks ask
+        self.address = f"distgpt-tests-{os.getpid()}"  # the ranks' socket
         ranks = socket.socket(socket.AF_UNIX)
         ranks.bind(f"\0{self.address}")
-        ranks.listen(100)  # they wait until the server has imported all
+        ranks.listen(100)  # ranks wait for the imports
         here = os.path.dirname(os.path.abspath(__file__))  # noqa: PTH100, PTH120
         code = _START.format(here, theirs.fileno(), ranks.fileno())
         quiet = {"stdin": subprocess.DEVNULL, "stdout": subprocess.DEVNULL}
@@ -65,12 +49,10 @@ class Server:
         ranks.close()
 
     def suits(self, environ):
-        """Whether a fork equals a cold start with these variables."""
         changed = {key for key, value in {*self.environ.items()} ^ {*environ.items()}}
         return all(key.startswith(_READ_LATE) for key in changed) and os.sched_getaffinity(0) == self.cores
 
     def fork(self, request, streams):
-        """The pid of a forked child, and the pipe that its wait status will come through."""
         told, tell = os.pipe()
         body = json.dumps(request).encode()
         files = array.array("i", [tell, *streams])
@@ -91,7 +73,7 @@ class Server:
 
 
 class Forked(subprocess.Popen):
-    """subprocess.Popen of a Python, forked by a server: the same arguments, methods and results."""
+    """subprocess.Popen of a Python that a server forks."""
 
     def __init__(self, server, words, **how):
         self._server, self._told = server, -1
@@ -100,9 +82,9 @@ class Forked(subprocess.Popen):
 
     def _execute_child(self, args, executable, preexec_fn, close_fds, pass_fds, cwd, env, *others):
         assert executable is None and preexec_fn is None and not pass_fds
-        sys.audit("subprocess.Popen", executable, args, cwd, env)  # as the original does
+        sys.audit("subprocess.Popen", executable, args, cwd, env)  # like Popen
         pipes, (session, group) = others[3:9], others[-2:]
-        given = (pipes[0], pipes[3], pipes[5])  # -1 where the child has the stream of the tests
+        given = (pipes[0], pipes[3], pipes[5])  # -1: inherited
         streams = [number if stream == -1 else stream for number, stream in enumerate(given)]
         self._request |= {
             "cwd": os.fspath(cwd or os.getcwd()),  # noqa: PTH109
@@ -115,7 +97,6 @@ class Forked(subprocess.Popen):
         self._close_pipe_fds(*pipes)
 
     def _try_wait(self, wait_flags):
-        """What waitpid gives; the status comes when the child has ended, and is read once."""
         if wait_flags & os.WNOHANG and not select.select([self._told], [], [], 0)[0]:
             return 0, 0
         status = os.read(self._told, 8)
@@ -134,11 +115,8 @@ class Forked(subprocess.Popen):
 
 
 def serve(number, of_ranks):
-    """Fork a child for each request that comes through the socket, or from a rank's starter.
-
-    Return in the children, what each is to run.
-    """
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal's Ctrl-C is for the tests and the children
+    """Fork a child for each request on the socket or from a rank; return the child's program there."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for tests and children
     control, ranks = socket.socket(fileno=number), socket.socket(fileno=of_ranks)
     _import_all()
     wakes, wake = os.pipe()
@@ -147,7 +125,7 @@ def serve(number, of_ranks):
     signal.set_wakeup_fd(wake)
     signal.signal(signal.SIGCHLD, lambda *_: None)
     gc.freeze()  # or the children's first collection would copy every page
-    running, asking = {}, {}  # pid → where its status is told; the connection of a rank's starter → its pid
+    running, asking = {}, {}  # pid → status pipe; a rank's connection → its pid
     while True:
         ready, _, _ = select.select([control, wakes, ranks, *asking], [], [])
         if wakes in ready:
@@ -161,7 +139,7 @@ def serve(number, of_ranks):
             request, files = _receive(starter or control)
             if request is None and starter is None:
                 os._exit(0)
-            if request is None:  # mpirun has ended it already
+            if request is None:  # ended by mpirun
                 continue
             tell, *streams = files if starter is None else (os.dup(starter.fileno()), *files)
             _load_compiled()
@@ -177,11 +155,11 @@ def serve(number, of_ranks):
 
 
 def _pass_on(starter, asking, running):
-    """Send a rank the signal that came to what mpirun started; if that has ended, end the rank."""
+    """Forward a signal to a rank; end the rank if its starter has ended."""
     number = b""
-    with contextlib.suppress(ConnectionResetError):  # of one that was killed
+    with contextlib.suppress(ConnectionResetError):  # the starter was killed
         number = starter.recv(1)
-    if asking[starter] in running:  # its pid is no other process's
+    if asking[starter] in running:  # the pid is still valid
         os.kill(asking[starter], number[0] if number else signal.SIGKILL)
     if not number:
         del asking[starter]
@@ -189,8 +167,6 @@ def _pass_on(starter, asking, running):
 
 
 def _import_all():
-    """Import every module of the package, and nothing that a plain start leaves out."""
-
     class Refuse:
         @staticmethod
         def find_spec(name, *_):
@@ -216,7 +192,6 @@ def _import_all():
 
 @functools.cache
 def _loops():
-    """Find all compiled loops of the package by how the names of their files begin."""
     from numba.core.dispatcher import Dispatcher
 
     modules = [module for name, module in sys.modules.items() if name.startswith("distgpt.")]
@@ -226,7 +201,7 @@ def _loops():
 
 
 def _load_compiled(loaded=set()):  # noqa: B006
-    """Load the loops that somebody has compiled since the last time: each child would take 10 ms for each."""
+    """Load newly compiled loops once; each would take a child 10 ms."""
     from distgpt.core.cpu.compiling.disk_cache import folder, read
     from numba.core.compiler import CompileResult
     from numba.core.registry import cpu_target
@@ -239,7 +214,7 @@ def _load_compiled(loaded=set()):  # noqa: B006
         if (loop := _loops().get(name.rpartition("-")[0])) and (content := read(name)):
             made = CompileResult._rebuild(context, *pickle.loads(content))
             if loop._cache._name(made.signature.args, context.codegen()) == name:
-                # As Dispatcher.compile does: for loops that a child compiles and that call this one.
+                # Dispatcher.compile does this for loops that call this one.
                 context.insert_user_function(made.entry_point, made.fndesc, [made.library])
                 loop.add_overload(made)
 
@@ -270,7 +245,7 @@ def _reap(running):
 
 
 def end(main):
-    """Run it and leave as Python does, but without taking apart all that was imported."""
+    """Run main() and exit like Python, without deleting imported modules."""
     code = 0
     try:
         main()
@@ -284,15 +259,14 @@ def end(main):
         sys.stdout.flush()
         sys.stderr.flush()
     except OSError:
-        return  # Python says it, and its exit code
+        return  # Python reports the error
     if (mpi := sys.modules.get("mpi4py.MPI")) and mpi.Is_initialized():
         mpi.Is_finalized() or mpi.Finalize()
-        ctypes.CDLL(None).exit(code)  # MPICH takes leave of its launcher in a function of C's atexit
+        ctypes.CDLL(None).exit(code)  # MPICH disconnects in C's atexit
     os._exit(code)
 
 
 def _become(request, tell, streams):
-    """Make this forked process what a fresh `python -c` would be, and tell its pid. Return what it runs."""
     is_rank = len(streams) > 3
     if request.get("session"):
         os.setsid()
@@ -308,7 +282,7 @@ def _become(request, tell, streams):
     os.environ.update(request["env"])
     sys.argv = request["program"]
     for number, name in enumerate(("stdin", "stdout", "stderr")):
-        kind = getattr(sys, f"__{name}__")  # of the same locale
+        kind = getattr(sys, f"__{name}__")  # keeps the locale
         how = {"encoding": kind.encoding, "errors": kind.errors, "newline": "\n", "closefd": False}
         stream = open(number, "w" if number else "r", **how)  # noqa: PTH123, SIM115
         if name == "stderr":
@@ -319,12 +293,11 @@ def _become(request, tell, streams):
         os.write(tell, os.getpid().to_bytes(8, "little"))
     os.closerange(len(streams), os.sysconf("SC_OPEN_MAX"))
     if is_rank:
-        os.environ["PMI_FD"] = "3"  # the fourth of its files
+        os.environ["PMI_FD"] = "3"  # the fourth file
     return _program()
 
 
 def _program():
-    """Return what runs the program in sys.argv as Python would."""
     if sys.argv[0] == "-c":
         code = sys.argv.pop(1)
         return lambda: exec(compile(code, "<string>", "exec"), vars(sys.modules["__main__"]))

@@ -1,4 +1,4 @@
-"""Models in GGUF for the tests: our exports, and files made byte by byte that no program would write."""
+"""GGUF models for tests: exports, and invalid files made byte by byte."""
 
 import json
 import struct
@@ -18,7 +18,7 @@ LLAMA = shape(300, 32, 2, 4, 64, n_kv_head=2, mlp_width=96, **MODERN)
 
 
 def of_sentencepiece(prefix=True):
-    """A tokenizer.json as transformers makes it of SentencePiece's: with every pair that gives a piece."""
+    """Return a tokenizer.json like transformers' for SentencePiece, with every pair that gives a piece."""
     known = json.loads(document("tinyllama"))
     vocab = known["model"]["vocab"]
     merges = []
@@ -34,7 +34,6 @@ def of_sentencepiece(prefix=True):
 
 
 def tokenizer_like(family):
-    """A family's tokenizer with its chat template; "tinyllama" and "mistral" as of SentencePiece."""
     is_piecewise = family in ("tinyllama", "mistral")
     found = of_sentencepiece(family == "tinyllama") if is_piecewise else json.loads(document(family))
     tokenizer = from_document(found, family)
@@ -44,7 +43,6 @@ def tokenizer_like(family):
 
 
 def with_tokenizer(path, tokenizer, **more):
-    """Write a small random Llama with this tokenizer."""
     of = {**LLAMA, "vocab_size": tokenizer.size + 5, **more}
     random_model(path, of, None)
     write_tensors(path, tensors_in(path), Description(RunConfig(model=ModelConfig(**of)), tokenizer).to_metadata())
@@ -52,7 +50,7 @@ def with_tokenizer(path, tokenizer, **more):
 
 
 def rewritten_gguf(path, change):
-    """Write the file anew with other metadata, tensors of float32, or order: `change` gets both dicts."""
+    """Rewrite the file in float32; `change` gets the metadata and tensors."""
     found = read_container(path)
     metadata = {k: v.array if isinstance(v, Numbers) else v for k, v in found.metadata.items()}
     tensors = {

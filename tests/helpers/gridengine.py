@@ -1,7 +1,4 @@
-"""A Grid Engine of one host on this machine: sge_qmaster and sge_execd in a folder of their own.
-
-Root alone can start one. It knows nothing of a Grid Engine that is there already, and uses free ports.
-"""
+"""A separate Grid Engine of one host on this machine, with free ports. It requires root."""
 
 import os
 import shutil
@@ -12,54 +9,39 @@ from pathlib import Path
 
 from schedulers import Scheduler, end_all, free_ports
 
-LIBRARY = Path("/usr/lib/gridengine")  # where Debian has the daemons
+LIBRARY = Path("/usr/lib/gridengine")  # Debian's daemons
 SHARED = Path("/usr/share/gridengine")
 INSTALLED = Path("/var/lib/gridengine")
 SECONDS_TO_START = 30
 
-BOOTSTRAP = """\
-admin_user              none
-default_domain          none
-ignore_fqdn             true
-spooling_method         classic
-spooling_lib            libspoolc
-spooling_params         {spool}
-binary_path             /usr/sbin
-qmaster_spool_dir       {folder}/spool/qmaster
-security_mode           none
-listener_threads        2
-worker_threads          2
-scheduler_threads       1
-"""
-ENVIRONMENT = """\
-pe_name            mpi
-slots              999
-user_lists         NONE
-xuser_lists        NONE
-start_proc_args    NONE
-stop_proc_args     NONE
-allocation_rule    $fill_up
-control_slaves     TRUE
-job_is_first_task  FALSE
-urgency_slots      min
-accounting_summary FALSE
-qsort_args         NONE
-"""
+
+def lines(words):
+    rows = iter(words.split())
+    return "".join(f"{name:<18} {value}\n" for name, value in zip(rows, rows, strict=True))
+
+
+BOOTSTRAP = lines("""
+admin_user none default_domain none ignore_fqdn true spooling_method classic spooling_lib libspoolc
+spooling_params {spool} binary_path /usr/sbin qmaster_spool_dir {folder}/spool/qmaster security_mode none
+listener_threads 2 worker_threads 2 scheduler_threads 1
+""")
+ENVIRONMENT = lines("""
+pe_name mpi slots 999 user_lists NONE xuser_lists NONE start_proc_args NONE stop_proc_args NONE
+allocation_rule $fill_up control_slaves TRUE job_is_first_task FALSE urgency_slots min
+accounting_summary FALSE qsort_args NONE
+""")
 QUEUE = {"qname": "all.q", "hostlist": "localhost", "slots": "8", "pe_list": "mpi", "shell": "/bin/bash"}
 QUEUE |= {"load_thresholds": "NONE", "notify": "00:00:20", "rerun": "TRUE"}
 SCHEDULER = {"schedule_interval": "0:0:1", "flush_submit_sec": "1", "flush_finish_sec": "1"}
 
 
 def lacking():
-    """Why there can be none here; "" if there can."""
     if not all((LIBRARY / name).exists() for name in ("sge_qmaster", "sge_execd", "qsub")):
         return "needs Grid Engine: apt install gridengine-master gridengine-exec gridengine-client"
     return "" if os.geteuid() == 0 else "a Grid Engine of our own needs root"
 
 
 class Cell(Scheduler):
-    """Grid Engine's commands."""
-
     system, submitted = "sge", r"Your job(?:-array)? (\d+)"
     shows = ("qstat", "-f")
 
@@ -69,11 +51,9 @@ class Cell(Scheduler):
         super().__init__(folder, {"SGE_ROOT": str(folder), "SGE_CELL": "default", "PATH": path, **ports})
 
     def queued(self):
-        """The numbers of its jobs that have not ended."""
         return {int(line.split()[0]) for line in self.call("qstat").splitlines()[2:]}
 
     def changed(self, show, change, values):
-        """Change some lines of what a command shows, and give it to another."""
         rows = [line.split(None, 1) for line in self.call("qconf", show).splitlines() if line[:1] != " "]
         file = self.folder / "changed"
         file.write_text("".join(f"{row[0]} {values.get(row[0], row[-1])}\n" for row in rows))
@@ -82,7 +62,6 @@ class Cell(Scheduler):
 
 @contextmanager
 def grid_engine():
-    """A cell with a queue that is ready for jobs, and gone afterwards."""
     with ExitStack() as stack:
         folder = Path(tempfile.mkdtemp(prefix="sge"))
         stack.callback(shutil.rmtree, folder, ignore_errors=True)
@@ -111,7 +90,6 @@ def grid_engine():
 
 
 def _prepared(folder):
-    """Write what a cell needs before its first start; returns where it spools."""
     folder.chmod(0o755)
     common = folder / "default" / "common"
     common.mkdir(parents=True)

@@ -1,4 +1,4 @@
-"""Documents of tokenizer.json made to hurt whoever encodes a text by them; small, and of the right form."""
+"""Small, well-formed tokenizer.json documents that make encoding fail or take very long."""
 
 import base64
 import json
@@ -11,7 +11,6 @@ TEXT = "a" * 40 + "!"
 
 
 def byte_level(**changes):
-    """SmolLM2's document with other parts."""
     return {**json.loads(document("smollm2")), **changes}
 
 
@@ -30,13 +29,13 @@ def split(pattern):
 
 
 def charsmap(texts=b"", unit=0):
-    """SentencePiece's table: its trie of equal units, and what its entries become."""
+    """Return SentencePiece's table with a trie of equal units and these replacements."""
     table = struct.pack("<I", 1024) + struct.pack("<I", unit) * 256 + texts
     return {"type": "Precompiled", "precompiled_charsmap": base64.b64encode(table).decode()}
 
 
 def bomb():
-    """Eight times sixteen letters for one: 4 GB of "a"."""
+    """Replace a letter by sixteen, eight times: 4 GB of "a"."""
     return byte_level(normalizer=sequence(*[replace("a", "a" * 16)] * 8))
 
 
@@ -45,7 +44,7 @@ def _word_level():
     return found | {"model": {"type": "WordLevel", "vocab": found["model"]["vocab"], "unk_token": "[none]"}}
 
 
-# Those that load, and make the library fail at a text.
+# Documents that load, and make the library fail when encoding.
 FAILING = {
     "no unknown word": _word_level,
     "backtracks": lambda: byte_level(pre_tokenizer=split(r"(a|a)+$|(a*)*b")),
@@ -61,5 +60,5 @@ def failing(name="no unknown word"):
 
 
 def slow():
-    """Takes the third power of the text's length, each place less than the library's own limit."""
+    """Return a document with cubic run time below the library's limit."""
     return byte_level(pre_tokenizer=split(r"aa*aa*b"))

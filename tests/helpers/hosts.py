@@ -1,6 +1,6 @@
-"""Hosts on one machine: network namespaces with an sshd each, and a cable or a bridge between them.
+"""Hosts on one machine: network namespaces with an sshd each, joined by a cable or bridge.
 
-All names have this process's number in them, so that runs at the same time leave each other's hosts alone.
+Names include the process ID, so that concurrent runs do not collide.
 """
 
 import os
@@ -18,18 +18,17 @@ TOOLS = ("ip", "ssh", "ssh-keygen", "unshare")
 SSHD = shutil.which("sshd") or "/usr/sbin/sshd"
 MPIRUN = BIN / "mpiexec.hydra"
 NET = "10.77.21"  # no other host sees its addresses
-# All hosts are one machine, which MPICH's UCX notices: it would go through shared memory.
+# Otherwise MPICH's UCX would use shared memory on the common machine.
 OVER_TCP = "UCX_TLS=tcp,self UCX_NET_DEVICES=eth0"
-# MPICH's ranks spin while they wait. Where there are more of them than cores, they sleep instead.
+# MPICH's ranks spin while they wait; with few cores they should sleep.
 SHARING_CORES = "MPIR_CVAR_POLLS_BEFORE_YIELD=16 MPIR_CVAR_ENABLE_HEAVY_YIELD=1"
 
 
 class Unavailable(Exception):
-    """This system has no such thing, for the reason given."""
+    """This system cannot provide hosts."""
 
 
 def lacking():
-    """Why there can be no hosts here; "" if there can."""
     if os.geteuid() != 0:
         return "network namespaces need root"
     if not (all(map(shutil.which, TOOLS)) and Path(SSHD).exists()):
@@ -49,19 +48,12 @@ def wait_for(condition):
 
 
 def start_sshd(folder, space, name, alone=False, **more):
-    """A daemon in this namespace, whose sessions call their host `name`; `more` of its options.
-
-    `alone`: it sees no processes but its own, and its end is not theirs.
-    """
+    """Start a daemon whose sessions have the host name `name`; `alone`: with separate process IDs."""
     Path("/run/sshd").mkdir(exist_ok=True)
     options = {
-        "AuthorizedKeysFile": folder / "user.pub",
-        "StrictModes": "no",
-        "PermitRootLogin": "yes",
-        "UsePAM": "no",
-        "PidFile": "none",
-        **more,
-    }
+        "AuthorizedKeysFile": folder / "user.pub", "StrictModes": "no", "PermitRootLogin": "yes",
+        "UsePAM": "no", "PidFile": "none", **more,
+    }  # fmt: skip
     flags = " ".join(shlex.join(["-o", f"{key}={value}"]) for key, value in options.items())
     daemon = f"{SSHD} -D -f /dev/null -h {folder / 'host'} {flags}"
     start = f"hostname {name}; exec {daemon}"
@@ -71,15 +63,8 @@ def start_sshd(folder, space, name, alone=False, **more):
 
 
 def inside(space, alone=False):
-    """The words that start a program in a namespace; `alone`: where it is the first of all processes."""
     processes = ["-p", "-f", "--mount-proc", "--kill-child"] if alone else []
     return ["ip", "netns", "exec", space, "unshare", "-u", *processes]
-
-
-def ssh_program(folder):
-    """An ssh that gets into those without asking."""
-    known = "-o StrictHostKeyChecking=no -o UserKnownHostsFile=/dev/null -o LogLevel=ERROR"
-    return program(folder / "ssh", f'exec {shutil.which("ssh")} -i {folder / "user"} {known} "$@"')
 
 
 def program(path, script):
@@ -90,7 +75,7 @@ def program(path, script):
 
 @contextmanager
 def namespaces(word, count):
-    """New ones by name. At the end whatever runs in them is killed, and they are gone."""
+    """Yield names of new namespaces; at the end kill their processes and delete them."""
     made = []
     try:
         for i in range(1, count + 1):
@@ -105,14 +90,12 @@ def namespaces(word, count):
 
 
 def is_gone(space):
-    """Take a namespace away. Linux says it is busy while somebody just starts a program in another one."""
     subprocess.run(["ip", "netns", "del", space], capture_output=True)
     return not Path("/run/netns", space).exists()
 
 
 @contextmanager
 def device(name, *words):
-    """A new network device, which is taken away at the end if it was not lost with its namespace."""
     made_by("network device", name, "ip", *words)
     try:
         yield name
@@ -121,7 +104,7 @@ def device(name, *words):
 
 
 def made_by(kind, name, *words):
-    """Make a thing by a command; it is not ours if there was one of this name before."""
+    """Create a device or namespace; raise Unavailable if it exists or cannot be created."""
     try:
         call(*words)
     except subprocess.CalledProcessError as error:
@@ -132,13 +115,11 @@ def made_by(kind, name, *words):
 
 
 def inhabitants(space):
-    """The numbers of all processes in a namespace."""
     told = subprocess.run(["ip", "netns", "pids", space], check=True, capture_output=True, text=True)
     return [int(word) for word in told.stdout.split()]
 
 
 def kill_all_in(space):
-    """What a killed mpirun left behind, too."""
     deadline = time.monotonic() + 5
     while (left := inhabitants(space)) and time.monotonic() < deadline:
         for number in left:
@@ -149,7 +130,6 @@ def kill_all_in(space):
 
 @contextmanager
 def running(processes):
-    """Those in the list at the end are killed."""
     try:
         yield
     finally:
@@ -160,10 +140,10 @@ def running(processes):
 
 @contextmanager
 def joined_hosts(folder, connect, count=2, ranks=1, alone=False):
-    """An mpirun on the first of some hosts, a hostfile with so many ranks on each, and the hosts' namespaces.
+    """Yield an mpirun on the first host, a hostfile, and the hosts' namespaces.
 
-    `connect(stack, spaces)` makes what joins new network devices, named as the namespaces. `alone`: each
-    sees its own processes only.
+    `connect(stack, spaces)` creates joined network devices with the names of the namespaces. `alone`: hosts
+    have separate process IDs.
     """
     if reason := lacking():
         raise Unavailable(reason)
@@ -181,7 +161,8 @@ def joined_hosts(folder, connect, count=2, ranks=1, alone=False):
             call("ip", "-n", space, "link", "set", "eth0", "up")
             daemons.append(start_sshd(folder, space, f"node{i}", alone))
         first = ["ip", "netns", "exec", spaces[0]]
-        ssh = ssh_program(folder)
+        known = "-o StrictHostKeyChecking=no -o UserKnownHostsFile=/dev/null -o LogLevel=ERROR"
+        ssh = program(folder / "ssh", f'exec {shutil.which("ssh")} -i {folder / "user"} {known} "$@"')
         addresses = [f"{NET}.{i}" for i in range(1, count + 1)]
         for address in addresses:
             wait_for(lambda to=address: subprocess.run([*first, ssh, to, "true"]).returncode == 0)
@@ -194,13 +175,11 @@ def joined_hosts(folder, connect, count=2, ranks=1, alone=False):
 
 
 def plain_link(stack, spaces):
-    """A cable as fast as the machine."""
     words = ["link", "add", spaces[0], "type", "veth", "peer", "name", spaces[1]]
     stack.enter_context(device(spaces[0], *words))
 
 
 def bridge(stack, spaces):
-    """A cable from each host to a bridge on this machine, where the cable is called as the host and a c."""
     middle = f"{spaces[0].partition('-')[0]}b"
     stack.enter_context(device(middle, "link", "add", middle, "type", "bridge"))
     call("ip", "link", "set", middle, "up")

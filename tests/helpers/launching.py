@@ -1,4 +1,4 @@
-"""The variables of all launchers that distgpt knows."""
+"""The variables of all supported launchers."""
 
 from distgpt.cluster.launch.environment import MPICH, OPEN_MPI, PMI, PMIX, SRUN
 

@@ -15,7 +15,6 @@ GUARD = {FLOAT: np.float32(np.nan), BITS: np.uint16(0x7FC1)}
 
 
 def wide(x):
-    """The values of an array, in float64."""
     return np.asarray(from_bfloat16(x) if x.dtype == np.uint16 else x, np.float64)
 
 
@@ -24,7 +23,6 @@ def stored(x, kind):
 
 
 def routine(text, name, arguments, machine=assembled.machine):
-    """A function of some IR; of its arguments "n" are numbers and "p" addresses."""
     engine = llvm.create_mcjit_compiler(assembled.verified(text), machine())
     engine.finalize_object()
     types = [ctypes.c_int64 if kind == "n" else ctypes.c_void_p for kind in arguments]
@@ -38,7 +36,6 @@ def routine(text, name, arguments, machine=assembled.machine):
 
 
 def before_a_guard(values):
-    """A copy that ends where the memory does."""
     size = -(-values.nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
     whole = np.frombuffer(mmap.mmap(-1, size + mmap.PAGESIZE), np.uint8)
     behind = ctypes.c_void_p(whole.ctypes.data + size)

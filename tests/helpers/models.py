@@ -1,4 +1,4 @@
-"""Small models of every architecture, and what they compute by the formulas, one sequence at a time."""
+"""Small models of every architecture, and their formulas for one sequence at a time."""
 
 from dataclasses import replace
 
@@ -10,6 +10,7 @@ from distgpt.core.ops.activations import ACTIVATIONS
 
 BASE = ModelConfig(vocab_size=13, seq_len=9, n_layer=2, n_head=3, n_embd=24, tied=False, vocab_multiple=8, init_std=0.2)
 
+SCALED = {"qk_norm": True, "qk_norm_gain": True}
 
 VARIANTS = {
     "gpt2": BASE,
@@ -27,7 +28,7 @@ VARIANTS = {
     "normalised queries": replace(BASE, positions="rope", qk_norm=True, init_weights="unit"),
     "grouped queries": replace(BASE, n_head=6, n_kv_head=2, n_embd=36, positions="rope", rope_base=50.0, qk_norm=True),
     "linear scaling": replace(BASE, positions="rope", rope_scaling="linear", rope_factor=3.0),
-    # Of four pairs, one turns often in the context, one seldom, two are in between.
+    # Four pairs with different frequencies in the context.
     "llama3 scaling": replace(
         BASE, positions="rope", rope_base=20.0, rope_scaling="llama3", rope_context=16, rope_slow=0.5, rope_fast=2
     ),
@@ -36,15 +37,7 @@ VARIANTS = {
     ),
     "biases of queries, keys and values": replace(BASE, norm="rmsnorm", bias=False, qkv_bias=True),
     "scaled queries": replace(
-        BASE,
-        n_head=4,
-        n_kv_head=2,
-        head_dim=4,
-        norm="rmsnorm",
-        positions="rope",
-        bias=False,
-        qk_norm=True,
-        qk_norm_gain=True,
+        BASE, n_head=4, n_kv_head=2, head_dim=4, norm="rmsnorm", positions="rope", bias=False, **SCALED
     ),
     "one key for all": replace(BASE, n_kv_head=1, mlp="swiglu"),
     "value embeddings": replace(BASE, n_layer=3, value_embeddings=True, positions="rope", init_weights="unit"),
@@ -56,8 +49,7 @@ VARIANTS = {
 
 def batch(config, n_seq, seq_len, seed=0):
     rng = np.random.default_rng(seed)
-    shape = (2, n_seq * seq_len)
-    return rng.integers(0, config.vocab_size, shape).astype(np.int32)
+    return rng.integers(0, config.vocab_size, (2, n_seq * seq_len)).astype(np.int32)
 
 
 def build(config, kernels):
@@ -111,7 +103,6 @@ def plain_trace(c, params, tokens, begins=0):
         return x @ p[f"{name}.w"].T + p.get(f"{name}.b", 0)
 
     def slowed(frequency):
-        """As Llama's code has it, by wavelengths."""
         wavelength = 2 * np.pi / frequency
         is_fast = c.rope_scaling == "llama3" and wavelength < c.rope_context / c.rope_fast
         if c.rope_scaling == "none" or is_fast:
@@ -176,7 +167,6 @@ def sequences_for(config, count=40):
 
 
 def one_by_one(model, sequences):
-    """Every sequence in a pass of its own, and the mean over all predictions."""
     total = 0.0
     for sequence in sequences:
         work, loss = Pass(model, 1, len(sequence) - 1, training=False), model.kernels.accum_zeros(1)

@@ -1,7 +1,4 @@
-"""An OpenPBS of two hosts on this machine: network namespaces with a pbs_mom each, the server in the first.
-
-Root alone can start one. It knows nothing of a PBS that is there already.
-"""
+"""A separate OpenPBS of two hosts on this machine: network namespaces with a pbs_mom each. It requires root."""
 
 import os
 import re
@@ -16,31 +13,25 @@ from pathlib import Path
 import hosts
 from schedulers import Scheduler, free_ports
 
-PREFIXES = ("/opt/pbs", "/usr")  # where a build of one's own and packages put it
+PREFIXES = ("/opt/pbs", "/usr")  # prefixes of a local build and of packages
 DAEMONS = ("pbs_server", "pbs_sched", "pbs_comm", "pbs_mom")
 SECONDS_TO_START = 60
 NODES = ("node1", "node2")  # the server is on the first
-USER, UID = "trainer", 64321  # known in the namespaces alone: pbs_mom overlooks the processes of root
+USER, UID = "trainer", 64321  # only in the namespaces; pbs_mom ignores root's processes
 REPOSITORY = Path(__file__).resolve().parents[2]
 
-CONFIGURATION = """\
-PBS_EXEC={prefix}
-PBS_HOME={home}
-PBS_SERVER={server}
-PBS_START_SERVER={serves}
-PBS_START_SCHED={serves}
-PBS_START_COMM={serves}
-PBS_START_MOM=1
-PBS_DATA_SERVICE_PORT={port}
-"""
-# A job on any node may submit its successor (flatuid). A scheduler that waits makes a test wait.
+CONFIGURATION = """
+PBS_EXEC={prefix} PBS_HOME={home} PBS_SERVER={server} PBS_START_SERVER={serves} PBS_START_SCHED={serves}
+PBS_START_COMM={serves} PBS_START_MOM=1 PBS_DATA_SERVICE_PORT={port}
+""".replace(" ", "\n").lstrip()
+# A job on any node may submit its successor (flatuid), and the scheduler runs often.
 SERVER = """\
 set server flatuid = True
 set server job_history_enable = True
 set server scheduler_iteration = 2
 set server node_fail_requeue = 2
 """
-# pbs_tmrsh starts a program as it is given, and no shell that would take the quotes of MPICH's launcher away.
+# pbs_tmrsh starts no shell, which would remove the quotes of MPICH's launcher.
 REMOTE_START = """\
 #!/bin/sh
 host=$1
@@ -50,13 +41,11 @@ exec pbs_tmrsh "$host" /bin/sh -c "$*"
 
 
 def prefix():
-    """Where it is installed; None without one."""
     here = (Path(root) for root in PREFIXES)
     return next((root for root in here if all((root / "sbin" / name).exists() for name in DAEMONS)), None)
 
 
 def lacking():
-    """Why there can be none here; "" if there can."""
     if reason := hosts.lacking():
         return reason
     if (found := prefix()) is None:
@@ -67,8 +56,6 @@ def lacking():
 
 
 class Cluster(Scheduler):
-    """Its commands run on one of its nodes, as root or as the user whose jobs it runs."""
-
     system, submitted = "pbs", r"^(\d+)(?:\[\])?\.node1$"
     element = "{}[{}]"
     shows = ("qstat", "-xs")
@@ -88,24 +75,20 @@ class Cluster(Scheduler):
         return self.folder / f"{node}.conf"
 
     def inside(self, node):
-        """The words before a program that runs on a node."""
         space = self.spaces[NODES.index(node)]
         environ = f"env PBS_CONF_FILE={self.configuration(node)} PATH={self.path} PYTHONPATH={REPOSITORY}"
         script = f'hostname {node}; {_opened(self.folder)}exec {environ} "$0" "$@"'
         return [*hosts.inside(space), "unshare", "-m", "sh", "-c", script]
 
     def call(self, *words, node=NODES[0], **how):
-        """Run a command of it as root; returns what it wrote."""
         return super().call(*self.inside(node), *words, **{"timeout": 120, **how})
 
     def by_user(self, *words, **how):
-        """Run a command as the user; returns what it wrote."""
         who = ["setpriv", "--reuid", UID, "--regid", UID, "--clear-groups"]
         environ = ["env", f"HOME={self.home}", f"USER={USER}", f"LOGNAME={USER}"]
         return self.call(*who, *environ, *words, **how)
 
     def place(self, folder):
-        """A new folder of the user, with a space in its name."""
         path = self.home / f"{folder.name} 1"
         path.mkdir()
         os.chown(path, UID, UID)
@@ -119,19 +102,14 @@ class Cluster(Scheduler):
         return self.by_user(sys.executable, "-m", "distgpt", *words, cwd=folder)
 
     def submit(self, folder, *options, **how):
-        """Add the line of a job's script by which MPICH starts ranks on other nodes through PBS, without ssh.
-
-        A login shell's PATH has a Grid Engine's qsub before that of PBS, where both are installed.
-        """
+        """Add a line by which MPICH starts remote ranks through PBS. An installed Grid Engine also has a qsub."""
         starts = f"HYDRA_LAUNCHER=rsh HYDRA_LAUNCHER_EXEC={self.folder / 'remote-start'}"
         return super().submit(folder, "--setup", f"export PATH={self.prefix}/bin:$PATH {starts}", *options, **how)
 
     def queued(self):
-        """Its jobs that have not ended."""
         return self.call("qstat").splitlines()[2:]
 
     def attribute(self, number, name):
-        """An attribute of a job, also of one that has ended; "" without it."""
         shown = self.call("qstat", "-xf", number).replace("\n\t", "")
         found = re.search(rf"^    {re.escape(name)} = (.*)$", shown, re.M)
         return found[1] if found else ""
@@ -140,11 +118,9 @@ class Cluster(Scheduler):
         self.call(self.prefix / "sbin" / name, node=node)
 
     def lose(self, node):
-        """Kill all that runs on a node, at once."""
         hosts.kill_all_in(self.spaces[NODES.index(node)])
 
     def return_node(self, node):
-        """Start a lost one as after a power cut."""
         self.daemon("pbs_mom", node)
         self.wait_for(partial(self.is_free, node), SECONDS_TO_START)
 
@@ -152,7 +128,6 @@ class Cluster(Scheduler):
         return "state = free" in self.call("pbsnodes", node, check=False).stdout
 
     def prepare(self, node, port):
-        """Write what a node needs before its first start."""
         serves = int(node == NODES[0])
         values = {"prefix": self.prefix, "home": self.spool(node), "server": NODES[0], "port": port}
         self.configuration(node).write_text(CONFIGURATION.format(serves=serves, **values))
@@ -162,22 +137,21 @@ class Cluster(Scheduler):
             version = self.call("qstat", "--version", node=node).split()[-1]
             words = ("execution", version, self.prefix, self.spool(node), "", "sameconf")
             self.call(self.prefix / "libexec/pbs_postinstall", *words, node=node)
-        # What jobs find: the commands of this PBS, and this repository.
+        # Jobs need the commands of this PBS, and this repository.
         environ = {"PATH": self.path, "PBS_CONF_FILE": self.configuration(node), "PYTHONPATH": REPOSITORY}
         lines = "".join(f"{name}={value}\n" for name, value in environ.items())
         (self.spool(node) / "pbs_environment").write_text(lines)
         with (self.spool(node) / "mom_priv/config").open("a") as file:
-            file.write("$usecp *:/ /\n")  # all have one disk: nothing is copied over the network
+            file.write("$usecp *:/ /\n")  # all nodes share a disk
 
 
 @contextmanager
 def open_pbs():
-    """A cluster whose two nodes are ready for jobs, and gone afterwards."""
     with ExitStack() as stack:
-        # PBS takes no folder below one that all may write to, as /tmp.
+        # PBS rejects directories below /tmp, which all users may write to.
         folder = Path(tempfile.mkdtemp(prefix="pbs", dir="/var/spool"))
         stack.callback(shutil.rmtree, folder, ignore_errors=True)
-        folder.chmod(0o755)  # its database has a user of its own
+        folder.chmod(0o755)  # its database has a separate user
         _, _, spaces = stack.enter_context(hosts.joined_hosts(folder, partial(_connected, folder)))
         cluster = Cluster(folder, spaces)
         cluster.home.mkdir()
@@ -197,7 +171,6 @@ def open_pbs():
 
 
 def _connected(folder, stack, spaces):
-    """Join the two hosts by a cable; in each, all names and the user are known."""
     hosts.plain_link(stack, spaces)
     names = "".join(f"{hosts.NET}.{i} {node}\n" for i, node in enumerate(NODES, 1))
     for space in spaces:
@@ -211,7 +184,7 @@ def _connected(folder, stack, spaces):
 
 
 def _opened(folder):
-    """The shell's commands that let the user get at our Python, also where it lies in root's own folder."""
+    """Return shell commands that give the user access to this Python, even in root's home."""
     needed = [Path(sys.base_prefix), Path(sys.prefix), REPOSITORY]
     closed = [above for path in needed for above in path.parents if not above.stat().st_mode & stat.S_IXOTH]
     if not closed:

@@ -1,48 +1,28 @@
-"""Tests of every backend's operations against the reference, on odd shapes, with poisoned outputs.
+"""Tests of a backend's operations against the reference, on odd shapes, with poisoned outputs.
 
-A test module takes all of this in and gives the fixture `both`: the reference and a backend. Tests loop over
-shapes and variants, and a case that fails names its own.
+A test module imports everything and defines the fixture `both`: the reference and a backend.
 """
 
 from itertools import product
 
 import numpy as np
+from distgpt.core.ops import api
 from distgpt.core.ops.activations import ACTIVATIONS
-from distgpt.core.ops.api import (
-    IGNORE_INDEX,
-    PIECE,
-    AdamConstants,
-    AdamState,
-    Affine,
-    Angles,
-    AttentionMask,
-    BiasGradient,
-    Head,
-    MuonMatrix,
-    NesterovState,
-    Stats,
-)
 
 SHAPES = [(3, 7, 24, 3, 13), (1, 1, 8, 2, 5), (2, 33, 40, 5, 31), (5, 130, 16, 4, 70)]  # B, T, C, H, V
 # A mean, a gain, a bias; and a residual. Each combination is compiled.
-NORMS = [
-    ((True, True, True), True),
-    ((True, True, True), False),
-    ((False, True, False), True),
-    ((False, False, False), False),
-]
+NORMS = [((True, True, True), True), ((True, True, True), False), ((False, True, False), True), ((False,) * 3, False)]
 BOTH = (True, False)
 
 
 def tolerance(kernels):
-    """For results of the size of 1."""
+    """Return the tolerance for results near 1."""
     if kernels.accum_dtype != kernels.dtype:
         return 2e-2
     return {"float32": 2e-5, "float64": 1e-12}[kernels.dtype.name]
 
 
 def cases(both, *variants):
-    """A case of the first shape for every combination of variants, of the others for each second one."""
     combinations = list(product(*variants))
     for number, shape in enumerate(SHAPES):
         for chosen in (combinations[number % 2 :: 2] if number else combinations) or combinations:
@@ -52,15 +32,13 @@ def cases(both, *variants):
 
 
 class Wide:
-    """Marks what an operation has in the wide type: numbers, or the shape of an output."""
+    """Marks numbers or the shape of an output in the wide type."""
 
     def __init__(self, content):
         self.content = content
 
 
 class Case:
-    """Runs operations on both backends from the same inputs and compares every output."""
-
     def __init__(self, both, shape=SHAPES[0], seed=0):
         self.reference, self.kernels = both
         self.rng = np.random.default_rng(seed)
@@ -75,9 +53,9 @@ class Case:
         return self.rng.integers(0, high, n).astype(np.int32)
 
     def check(self, work, outputs, *inputs, strict=1.0):
-        """`work` is an operation's name, or is called with the backend first. Outputs are shapes, which are
-        poisoned, or numbers to start from; those of named tuples are compared one by one. Gives what the
-        reference found."""
+        """Compare an operation, by its name or a function of the backend; return the reference's outputs.
+
+        Outputs are shapes, which are poisoned, or initial numbers, also in named tuples."""
         results = []
         for k in (self.reference, self.kernels):
             outs = [self._array(k, out, poisoned=True) for out in outputs]
@@ -91,7 +69,6 @@ class Case:
         return results[0]
 
     def _array(self, k, value, poisoned=False):
-        """A backend's array of these numbers, as the tested backend would round them."""
         if hasattr(value, "_fields"):
             return type(value)(*(self._array(k, part, poisoned) for part in value))
         wide = isinstance(value, Wide)
@@ -118,7 +95,6 @@ class Scalars(np.ndarray):
 
 
 def flat(outputs):
-    """The arrays there are."""
     for out in outputs:
         if hasattr(out, "_fields"):
             yield from flat(out)
@@ -136,7 +112,6 @@ def test_add_low_rank(both):
 
 
 def test_gradients_from_columns_of_a_wider_array(both):
-    """As those of queries, keys and values lie side by side."""
     for case in cases(both):
         dy, w, x = case.random(case.n, case.c), case.random(5, case.h), case.random(case.n, case.v)
         for begin in (0, 3, case.c - 5):
@@ -144,13 +119,12 @@ def test_gradients_from_columns_of_a_wider_array(both):
             case.check(lambda k, dx, *a: k.linear_backward(dx, a[0][:, own], a[1]), [(case.n, case.h)], dy, w)  # noqa: B023
 
             def weights(k, dw, dy, x, own=own):
-                k.linear_backward_weights(Affine(dw, None), dy[:, own], x, False)
+                k.linear_backward_weights(api.Affine(dw, None), dy[:, own], x, False)
 
             case.check(weights, [Wide((5, case.v))], dy, x)
 
 
 def side_by_side(case):
-    """Positions of rows in documents of random lengths."""
     begins = case.rng.random((case.b, case.t)) < 4 / case.t
     begins[:, 0] = True
     place = np.arange(case.t)
@@ -172,12 +146,10 @@ def test_embed_backward(both):
         tokens = case.ints(case.v, case.n)
         tokens[case.n // 3 :] = tokens[0]  # one that is very frequent
         outs, dx = [Wide(case.random(case.v, case.c)), dwpe], case.random(case.n, case.c)
-        placed = side_by_side(case) if packed else None
-        case.check(embed_backward, outs, dx, tokens, case.t, placed)
+        case.check(embed_backward, outs, dx, tokens, case.t, side_by_side(case) if packed else None)
 
 
 def embed_backward(k, dwte, dwpe, dx, tokens, seq_len, positions=None):
-    """Twice the same tokens, sorted once: as for the embedding and that of values."""
     in_order = k.sort_tokens(tokens, len(dwte))
     for _ in range(2):
         k.embed_backward(dwte, dwpe, dx, in_order, seq_len, positions)
@@ -188,19 +160,20 @@ def test_add_embedding(both):
         tokens, w = case.ints(case.v, case.n), case.random(case.v, case.c)
         x = case.random(case.n, 3 * case.c + case.h)
         case.check("add_embedding", [x], tokens, w)
-        outs = [Wide(case.random(case.v, case.c)), None]
-        case.check(embed_backward, outs, x, tokens, case.t)
+        case.check(embed_backward, [Wide(case.random(case.v, case.c)), None], x, tokens, case.t)
 
 
 def check_norms(case, kind, residual):
-    """Forward, backward, and the gradients of gain and bias, accumulated or not."""
     mean, gain, bias = kind
-    stats = Stats(Wide(case.random(case.n)) if mean else None, Wide(np.abs(case.random(case.n)) + 0.1))
-    wb, rows = Affine(case.random(case.c) if gain else None, case.random(case.c) if bias else None), (case.n, case.c)
+    stats = api.Stats(Wide(case.random(case.n)) if mean else None, Wide(np.abs(case.random(case.n)) + 0.1))
+    wb, rows = (
+        api.Affine(case.random(case.c) if gain else None, case.random(case.c) if bias else None),
+        (case.n, case.c),
+    )
     x, dy, s = (case.random(*rows) for _ in range(3))
     few = min(case.c, 40)  # inputs of a linear layer, whose weights would take the time
     r = case.random(*rows) if residual else None
-    found = Stats(None if stats.mean is None else Wide((case.n,)), Wide((case.n,)))
+    found = api.Stats(None if stats.mean is None else Wide((case.n,)), Wide((case.n,)))
     case.check("add_norm", [rows, rows if residual else x, found], x, r, wb, 1e-5)
     for again in (rows, None) if residual else (None,):
         case.check("norm_backward", [rows, again, None], dy, r, s, stats, wb)
@@ -215,14 +188,13 @@ def check_norms(case, kind, residual):
         k.linear_backward_weights(of_linear, dx, x, accumulate, sums)
 
     for accumulate in BOTH if wb.w is not None else ():
-        linear = Affine(case.random(case.c, few), case.random(case.c))
+        linear = api.Affine(case.random(case.c, few), case.random(case.c))
         outs = [gradients(each, accumulate) for each in (wb, linear)]
         case.check(weights, outs, dy, r, s, case.random(case.n, few), stats, wb, accumulate)
 
 
 def gradients(wb, accumulate):
-    """Outputs for the gradients of these: to add to, or to overwrite."""
-    return Affine(*(None if part is None else Wide(part if accumulate else part.shape) for part in wb))
+    return api.Affine(*(None if part is None else Wide(part if accumulate else part.shape) for part in wb))
 
 
 def test_norms(both):
@@ -232,7 +204,7 @@ def test_norms(both):
 
 def test_linear(both):
     for case, bias in cases(both, BOTH):
-        wb = Affine(case.random(case.v, case.c), case.random(case.v) if bias else None)
+        wb = api.Affine(case.random(case.v, case.c), case.random(case.v) if bias else None)
         dy, x = case.random(case.n, case.v), case.random(case.n, case.c)
         case.check("linear", [(case.n, case.v)], x, wb)
         case.check("linear", [(3, case.v)], case.random(3, case.c), wb)
@@ -249,7 +221,7 @@ def test_linear_act(both):
         x, w, b = case.random(case.n, case.c), case.random(wide, case.c), case.random(wide)
         for bias in (b, None):
             outs = [(case.n, hidden), (case.n, wide)]
-            _, pre = case.check("linear_act", outs, x, Affine(w, bias), act)
+            _, pre = case.check("linear_act", outs, x, api.Affine(w, bias), act)
         dy, w2 = case.random(case.n, case.c), case.random(case.c, hidden)
 
         def backward(k, dpre, y, db, dy, w, pre, again, accumulate, act=act):
@@ -267,17 +239,15 @@ def test_linear_act(both):
 
 
 def into(db, accumulate):
-    return None if db is None else BiasGradient(db, accumulate)
+    return None if db is None else api.BiasGradient(db, accumulate)
 
 
 def bias_gradients(case, width):
-    """The ways to ask a backward pass for the gradient of a bias: an output, and whether to add to it."""
     start = Wide(case.random(width))
     return [(None, False), *[(Wide((width,)), False), (start, True)] * case.kernels.capabilities.sums_bias_gradients]
 
 
 def grouped(both, *variants):
-    """Cases with every number of heads of k and v that divides that of q, and the width of qkv."""
     for case, *chosen in cases(both, (1, 2, 3, 4, 5), *variants):
         if case.h % (kv := chosen.pop(0)) == 0:
             yield (case, kv, (case.h + 2 * kv) * (case.c // case.h), *chosen)
@@ -285,9 +255,8 @@ def grouped(both, *variants):
 
 def test_rope(both):
     for case, kv, wide, inverse in grouped(both, BOTH):
-        half = case.c // case.h // 2
-        angle = case.random(case.t + 2, half)
-        angles = Angles(Wide(np.cos(angle)), Wide(np.sin(angle)))
+        angle = case.random(case.t + 2, case.c // case.h // 2)
+        angles = api.Angles(Wide(np.cos(angle)), Wide(np.sin(angle)))
         qkv = case.random(case.n, wide)
         for start in starts(case, 2):
             case.check("rope", [qkv], angles, case.h + kv, case.t, start, inverse)
@@ -296,7 +265,7 @@ def test_rope(both):
 def test_attention(both):
     def work(k, y, dqkv, db, dy, qkv, case, accumulate, positions, window):
         lse = k.accum_zeros(case.n, case.h)
-        mask = AttentionMask(case.t, positions, window)
+        mask = api.AttentionMask(case.t, positions, window)
         k.attention(y, lse, qkv, mask)
         k.attention_backward(dqkv, dy, y, lse, qkv, mask, into(db, accumulate))
 
@@ -336,12 +305,11 @@ def test_sum_rows(both):
 
 
 def starts(case, most):
-    """Positions of the first tokens: 0, the same for all sequences, one for each."""
     return None, np.array([most], np.int32), np.arange(most, most - case.b, -1, np.int32).clip(0)
 
 
 def test_attention_cached(both):
-    """Each sequence at its own place, in a lane that is not its number; and one that is none."""
+    """Sequences have separate positions and other lanes; one may be absent."""
     for case, kv, wide, new, window in grouped(both, [1, 4, 5], [0, 1, 3]):
         cache = case.random(2, case.b, kv, 5 + new + 3, case.c // case.h)
         outs, qkv = [(case.b * new, case.c), cache], case.random(case.b * new, wide)
@@ -360,10 +328,9 @@ def test_attention_cached(both):
 
 
 def test_move_cached(both):
-    """To another lane and within one, by less than is kept, with keys turned back and without."""
     for case, kv, _ in grouped(both):
         size, length = case.c // case.h, 40
-        angles = Angles(*(Wide(case.random(length, size // 2)) for _ in range(2)))
+        angles = api.Angles(*(Wide(case.random(length, size // 2)) for _ in range(2)))
         for target, source, count, kept in ((2, 0, 0, 35), (1, 1, 3, 35), (0, 2, 5, 1)):
             cache = case.random(3, 2, 3, kv, length, size)
             for turn in (angles, None) if size % 2 == 0 else (None,):
@@ -371,14 +338,12 @@ def test_move_cached(both):
 
 
 def test_likeliest(both):
-    """Scores that are often equal, of which the last are no tokens'."""
     for case, k in cases(both, [1, 5]):
         for vocab in (case.v, 2500):
             scores = np.round(4 * case.random(case.n, vocab + 3)) / 4
             scores[:, vocab:] = 1000
 
             def ask(kernels, tokens_and_found, scores, vocab=vocab, k=k):
-                """Tokens come first, as numbers that are exact in every type."""
                 tokens = kernels.integers(np.full((len(scores), k), -1))
                 found = kernels.accum_zeros(len(scores), k + 1)
                 kernels.topk_logits(tokens, found, scores, vocab)
@@ -389,13 +354,13 @@ def test_likeliest(both):
 
 
 def test_drawn(both):
-    """Numbers at the ends too; tokens are those of the reference, as few numbers are next to a border."""
+    """Include random numbers at both ends of the range."""
     for case in cases(both):
         for vocab, spread in ((case.v, 1), (1, 1), (2500, 1), (2500, 30)):
             scores = spread * case.random(case.n, vocab + 3)
             scores[:, vocab:] = 1000
             how = np.stack((case.rng.uniform(0.2, 2, case.n), case.rng.random(case.n)), axis=1)
-            lowest = 0 if spread == 1 else 0.01  # in float32 the first token's chance may be 0
+            lowest = 0 if spread == 1 else 0.01  # the first token's chance may be 0 in float32
             how[:3, 1] = [lowest, 1 - 2.0**-53, 0.5][: case.n]
 
             def draw(kernels, tokens_and_logs, scores, vocab=vocab, how=how):
@@ -410,30 +375,27 @@ def test_drawn(both):
             case.check(draw, [Wide((case.n, 3))], scores)
 
 
-def test_what_is_not_finite_is_known_of_each_row(both):
+def test_nonfinite_rows_are_reported(both):
     case = Case(both)
-    for bad in (np.nan, np.inf, -np.inf):
-        for kernels in both:
-            scores, found = kernels.zeros(3, 40), kernels.accum_zeros(3, 3)
-            host = case.random(3, 40)
-            host[1, 37] = bad
-            kernels.put(scores, host)
-            kernels.topk_logits(kernels.integers(np.zeros((3, 2))), found, scores, 38)
-            np.testing.assert_array_equal(
-                np.isfinite(kernels.to_host(found)[:, 2]), [True, False, True], err_msg=str(bad)
-            )
+    for bad, kernels in product((np.nan, np.inf, -np.inf), both):
+        scores, found = kernels.zeros(3, 40), kernels.accum_zeros(3, 3)
+        host = case.random(3, 40)
+        host[1, 37] = bad
+        kernels.put(scores, host)
+        kernels.topk_logits(kernels.integers(np.zeros((3, 2))), found, scores, 38)
+        assert np.isfinite(kernels.to_host(found)[:, 2]).tolist() == [True, False, True], bad
 
 
 def check_cross_entropy(case, chunk, accumulate, ignored=0.0):
     padded = case.v + 3
     dw = case.random(padded, case.c)
     dw[case.v :] = 0
-    head = Head(case.random(padded, case.c), np.zeros((min(chunk, case.n), padded)), case.v)
-    targets = np.where(case.rng.random(case.n) < ignored, np.int32(IGNORE_INDEX), case.ints(case.v, case.n))
+    head = api.Head(case.random(padded, case.c), np.zeros((min(chunk, case.n), padded)), case.v)
+    targets = np.where(case.rng.random(case.n) < ignored, np.int32(api.IGNORE_INDEX), case.ints(case.v, case.n))
     inputs = [case.random(case.n, case.c), head, targets, 0.37, accumulate]
     outs = [Wide((case.n,)), (case.n, case.c), Wide(dw if accumulate else np.zeros_like(dw))]
     losses, dx, _ = case.check("linear_cross_entropy", outs, *inputs, strict=2.0)
-    assert not losses[targets == IGNORE_INDEX].any() and not dx[targets == IGNORE_INDEX].any()
+    assert not losses[targets == api.IGNORE_INDEX].any() and not dx[targets == api.IGNORE_INDEX].any()
     case.check("linear_cross_entropy", [Wide((case.n,)), None, None], *inputs, strict=2.0)
 
 
@@ -455,10 +417,10 @@ def test_adamw(both):
         p, m, g = case.random(n), case.random(n), Wide(case.random(n))
         v = case.random(n - b + a + 16) ** 2
         low = (n,) if both[1].dtype != both[1].accum_dtype else None
-        constants, norm = AdamConstants(0.9, 0.95, 1e-8), scalars((g.content**2).sum())
+        constants, norm = api.AdamConstants(0.9, 0.95, 1e-8), scalars((g.content**2).sum())
 
         def work(k, p, low, m, v, g, stretches, norm, step, constants=constants):
-            k.adamw(AdamState(p, low, m, v, g, stretches), norm, step, constants)
+            k.adamw(api.AdamState(p, low, m, v, g, stretches), norm, step, constants)
 
         for clip in (0, 1.0, 1e6):
             step = scalars(0.5, clip, 1.7, 1e-2, 0.99, 2e-2, 1.0)
@@ -494,7 +456,7 @@ def test_muon(both):
         outs = [Wide(case.random(*shape)), low, Wide(case.random(max(shape)) ** 2)]
 
         def work(k, p, low, v, u, norm, step):
-            k.muon([MuonMatrix(p, low, v, u)], norm, step, 0.95)
+            k.muon([api.MuonMatrix(p, low, v, u)], norm, step, 0.95)
 
         u = Wide(case.random(*shape))
         case.check(work, outs, u, norm, step)
@@ -507,7 +469,7 @@ def test_muon(both):
 
 
 def check_orthogonalised(both, matrix, times=3):
-    """As a whole: small singular values grow three hundred times, and their errors with them. Return what is found."""
+    """Compare norms, because errors of small singular values grow 300 times. Return the result."""
     exact, found = (k.accum_zeros(*matrix.shape) for k in both)
     for k, u in zip(both, (exact, found), strict=True):
         k.put(u, matrix)
@@ -519,14 +481,13 @@ def check_orthogonalised(both, matrix, times=3):
 
 
 def check_memory_to_orthogonalise(k, kept):
-    """`kept` returns the sizes of what these kernels have kept."""
+    """`kept` returns the sizes of allocated scratch memory."""
     shapes = [*MATRICES, (24, 24), (33, 16), (8, 40)]
     assert not kept()
     updates = [k.accum_zeros(*shape) for shape in shapes]
     k.orthogonalise(updates)
     k.to_host(updates[0])  # they have to live until it is done
-    total = sum(kept())
-    assert k.orthogonalise_bytes(shapes) == total
+    assert k.orthogonalise_bytes(shapes) == sum(kept())
 
 
 def test_an_orthogonalised_matrix_has_singular_values_near_one(both):
@@ -548,7 +509,7 @@ def test_nesterov(both):
         common, velocity, change = (Wide(case.random(n)) for _ in range(3))
 
         def work(k, p, low, common, velocity, change):
-            k.nesterov(NesterovState(p, low, common, velocity, change), 0.25, 0.7, 0.9)
+            k.nesterov(api.NesterovState(p, low, common, velocity, change), 0.25, 0.7, 0.9)
 
         case.check(work, [Wide((n,)), low, common, velocity], change)
         case.check("subtract", [Wide((n,))], common, change)
@@ -560,7 +521,7 @@ def test_sums(both):
         case.name, g = f"{n} elements", Wide(case.random(n))
         case.check("sum_squares", [scalars(np.nan)], g)
         case.check("sum_squares", [scalars(np.nan)], case.random(n))
-        pieces = np.full(-(-n // PIECE), np.nan).view(Scalars)
+        pieces = np.full(-(-n // api.PIECE), np.nan).view(Scalars)
         for summed in (g, case.random(n)):
             (found,) = case.check("squares", [pieces], summed)
             case.check("add_up", [scalars(np.nan)], found.view(Scalars))
@@ -570,7 +531,7 @@ def test_sums(both):
         case.check("add", [(n, 3)], case.random(n, 3), case.random(n, 3))
 
 
-def test_what_is_read_later_is_what_was_there(both):
+def test_later_returns_earlier_values(both):
     k = both[1]
     array = k.accum_zeros(3)
     k.put(array, np.array([1.0, 2.0, 3.0]))
@@ -580,7 +541,7 @@ def test_what_is_read_later_is_what_was_there(both):
     np.testing.assert_array_equal(k.to_host(array), [0, 0, 0])
 
 
-def test_recorded_work_is_repeated_on_what_the_arrays_hold_then(both):
+def test_recorded_work_reads_current_values(both):
     k = both[1]
     total, x = k.accum_zeros(1), k.accum_zeros(5)
     work = k.record(lambda: k.sum(total, x, 2.0, accumulate=False))

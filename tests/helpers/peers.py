@@ -1,4 +1,4 @@
-"""Tests against other programs, in whichever Python has them."""
+"""Tests against other programs, in a Python that has them."""
 
 import os
 import subprocess
@@ -8,7 +8,6 @@ import pytest
 
 
 def peer_with(variable, *packages):
-    """Return a Python that has these packages, this one or the variable's, and marks for tests that need it."""
     look = f"from importlib.util import find_spec as f; raise SystemExit(not all(map(f, {packages})))"
     pythons = filter(None, [sys.executable, os.environ.get(variable)])
     found = next((p for p in pythons if not subprocess.run([p, "-c", look]).returncode), None)

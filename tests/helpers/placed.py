@@ -1,6 +1,6 @@
-"""A program that opens a stage, and tells on which CPUs its threads and children may run.
+"""A program that opens a stage, and prints the CPUs of its threads and children.
 
-python placed.py STAGE THREADS ROOT     0 threads: as many as it takes; ROOT: what stands for /sys
+python placed.py STAGE THREADS ROOT     THREADS 0: automatic; ROOT replaces /sys
 """
 
 import json
@@ -29,7 +29,7 @@ found = {"rank": stage.comm.rank, "threads": stage.threads, "lines": [], "worker
 stage.notes.report_to(found["lines"].append)
 
 
-found["reading"] = mask()  # while texts are read, ranks have all that they were given
+found["reading"] = mask()  # ranks read data on all their CPUs
 stage.kernels("float32")
 
 

@@ -1,4 +1,4 @@
-"""Rounding to int4 in plain NumPy: what compiled loops are compared with."""
+"""Rounding to int4 in plain NumPy, for comparison with compiled loops."""
 
 import numpy as np
 from distgpt.core.ops.low_precision import from_bfloat16, to_bfloat16
@@ -6,9 +6,9 @@ from distgpt.inference.quantized.integers import BLOCKS, LEAST, MOST, TRIED, Qua
 
 
 def quantise4(w):
-    """Round a float32 matrix to int4: each block by the scale of those tried that leaves the least error.
+    """Round a float32 matrix to int4, each block by the tried scale with the smallest error.
 
-    Of integers q the best scale is Σ w q / Σ q², which takes (Σ w q)² / Σ q² off the squared error.
+    The best scale for integers q is Σ w q / Σ q², which reduces the squared error by (Σ w q)² / Σ q².
     """
     n, k = w.shape
     block = BLOCKS[4]

@@ -1,4 +1,4 @@
-"""Texts to prepare, and `distgpt data prepare` as its tests call, interrupt and look at it."""
+"""Data for `distgpt data prepare`, and ways to call, interrupt and check it."""
 
 import contextlib
 import gzip
@@ -16,8 +16,6 @@ from distgpt.corpora.shards import ShardTokens, read_manifest
 
 
 class Quiet:
-    """A watcher that remembers, and can interrupt."""
-
     def __init__(self, interrupt_after=-1):
         self.notes, self.heard, self._left = [], [], interrupt_after
         self.noted = self.notes.append
@@ -34,7 +32,6 @@ class Quiet:
 
 @contextlib.contextmanager
 def in_steps(piece=400, documents=7, ids=40, noted=900):
-    """With small pieces, little read at once, and the progress noted after each few."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(cutting, "PIECE", piece)
         patch.setattr(cutting, "LIMIT", 2 * piece)
@@ -55,7 +52,6 @@ def json_lines(texts, **more):
 
 @pytest.fixture(scope="module")
 def inputs(tmp_path_factory):
-    """Three kinds of files with 40 documents in all."""
     source = random.Random(4)
     words = bundled("data", "story.txt").read_text().split()
     documents = [" ".join(source.choices(words, k=source.randrange(1, 200))) for _ in range(40)]
@@ -79,7 +75,6 @@ def request(inputs, out, /, **more):
 
 
 def refuse(error, words, request, watcher=None):
-    """This is refused, with these words, and what the folder held before stays as it was."""
     before = request.out.exists() and contents(request.out)
     with complains(words, kind=error):
         prepare(request, watcher or Quiet())

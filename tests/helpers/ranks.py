@@ -1,6 +1,6 @@
-"""Several commands in one job: a program for mpirun, since starting a job costs more than most commands.
+"""A program for mpirun that runs commands in sequence, since starting a job is slow.
 
-Rank 0 writes the exit code of each command to standard error; the others all of theirs at the end.
+Rank 0 writes the exit code of each command to standard error; the other ranks write all at the end.
 """
 
 import json

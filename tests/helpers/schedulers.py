@@ -1,4 +1,4 @@
-"""What the batch systems of tests have in common: how they are called, waited for and ended, and their jobs."""
+"""Common code of batch systems in tests, and their jobs."""
 
 import os
 import re
@@ -10,34 +10,31 @@ import time
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
-from conftest import distgpt
+from conftest import distgpt, succeeded
 
-# Debian's Open MPI, if its launcher is the machine's. It is built without PBS's library.
+# Debian's Open MPI, if it is the default MPI. It lacks PBS's library.
 _IS_OPEN_MPIS = Path(shutil.which("mpiexec") or "none").resolve().name == "orterun"
 OPEN_MPI = next(Path("/usr/lib").glob("*/libmpi.so.40"), None) if _IS_OPEN_MPIS else None
 RUN = "my run's"
 STEPS = 80
-_USR1 = 1 << signal.SIGUSR1 - 1  # in a mask of signals
+_USR1 = 1 << signal.SIGUSR1 - 1  # signal mask
 _MODEL = "--n-layer 2 --n-head 2 --n-embd 64 --seq-len 64 --data story --tokenizer word --batch-size 16"
 WORDS = ["train", *_MODEL.split(), *f"--dtype float64 --lr 1e-3 --steps {STEPS} --val-fraction 0.1".split()]
 WORDS += ["--save-every", "20"]
 
 
 class Scheduler:
-    """A batch system in a folder of its own. `environ` is what commands need to talk to it."""
-
-    system = ""  # as --system
+    system = ""  # --system
     submitted = ""  # the line of its answer that has a job's number
     sign = "PMI_RANK"  # a variable that each rank has
     element = "{}.{}"  # a job and its element in names of files
     shows = ()  # the command that lists its jobs
-    logs_at = "*.log"  # of its daemons
+    logs_at = "*.log"  # the daemons' logs
 
     def __init__(self, folder, environ):
         self.folder, self.environ = folder, environ
 
     def call(self, *words, check=True, **how):
-        """Run a command of it; return what it wrote."""
         how = {"env": {**os.environ, **self.environ}, "capture_output": True, "text": True, **how}
         done = subprocess.run([*map(str, words)], **{"timeout": 60, **how})
         assert not check or done.returncode == 0, (words, done.stdout, done.stderr, self.logs())
@@ -54,26 +51,20 @@ class Scheduler:
         self.wait_for(lambda: not self.queued())
 
     def logs(self):
-        """The last lines that its daemons have written, for a test that fails."""
         return {log.name: log.read_text().splitlines()[-8:] for log in self.folder.glob(self.logs_at)}
 
     def distgpt(self, folder, *words):
-        done = distgpt(*words, cwd=folder, env=self.environ)
-        assert done.returncode == 0, done.stderr
-        return done.stdout
+        return succeeded(*words, cwd=folder, env=self.environ, by=distgpt).stdout
 
     def submit(self, folder, *options, words=WORDS):
-        """Submit a job by `distgpt submit`; return all that were submitted."""
         head = ["submit", "--system", self.system, "--submit", *options]
         said = self.distgpt(folder, *head, "--", *words, "--out", RUN)
         return [BatchJob(self, folder, number) for number in re.findall(self.submitted, said, re.MULTILINE)]
 
     def place(self, folder):
-        """A folder that jobs can run in."""
         return folder
 
     def output(self, job):
-        """The name of the file with what a script prints."""
         return f"my-run-s-{job.called}.log"
 
     def successor(self, job):
@@ -81,8 +72,6 @@ class Scheduler:
 
 
 class BatchJob:
-    """A job, or an element of one, and the run that it trains on two ranks."""
-
     def __init__(self, cluster, folder, number, element="", run=""):
         self.cluster, self.folder, self.number, self.element = cluster, folder, number, element
         self.called = cluster.element.format(number, element) if element else number
@@ -96,7 +85,6 @@ class BatchJob:
         return int(max(self._checkpoints())[5:])
 
     def said(self):
-        """What the script has printed."""
         path = self.folder / self.cluster.output(self)
         self.cluster.wait_for(path.exists)
         return path.read_text()
@@ -115,13 +103,13 @@ class BatchJob:
 
     @contextmanager
     def held(self, sign="", count=2):
-        """Its ranks stand still after a checkpoint and before the last step; a signal to end wakes them."""
+        """Stop the ranks between a checkpoint and the last step, and resume them at the end."""
         self.cluster.wait_for(lambda: self._checkpoints() - self.begun_with)
         ranks = self.cluster.wait_for(lambda: self._ranks(sign or self.cluster.sign))
         assert len(ranks) == count
         for rank in ranks:
             os.kill(int(rank.name), signal.SIGSTOP)
-        while any(map(_runs, ranks)):  # or one would still take a signal that a test wants to see pending
+        while any(map(_runs, ranks)):  # a running rank would handle a pending signal
             time.sleep(0.001)
         try:
             yield ranks
@@ -131,7 +119,7 @@ class BatchJob:
                     os.kill(int(rank.name), signal.SIGCONT)
 
     def _ranks(self, sign):
-        """The processes that train in its folder, by a variable that their launcher sets for each."""
+        """Return the training processes in the job's directory, by a variable of their launcher."""
         found = []
         for process in Path("/proc").glob("[0-9]*"):
             with suppress(OSError):
@@ -143,7 +131,6 @@ class BatchJob:
 
 
 def _runs(rank):
-    """Whether it neither stands still nor has ended."""
     with suppress(OSError):
         return (rank / "stat").read_text().rpartition(")")[2].split()[0] not in "TtZX"
     return False
@@ -155,7 +142,6 @@ def variable(process, name):
 
 
 def is_asked(rank):
-    """Whether one that stands still has been asked to save, or was woken and has left."""
     with suppress(OSError):
         masks = re.findall(r"^(?:Sig|Shd)Pnd:\s+(\w+)", (rank / "status").read_text(), re.MULTILINE)
         return any(int(mask, 16) & _USR1 for mask in masks)
@@ -163,7 +149,6 @@ def is_asked(rank):
 
 
 def signal_all(number, *mine):
-    """Signal all processes but this one that have these in their environment."""
     for process in Path("/proc").glob("[0-9]*"):
         with suppress(OSError):
             variables = (process / "environ").read_bytes().split(b"\0")
@@ -172,7 +157,6 @@ def signal_all(number, *mine):
 
 
 def end_all(mine):
-    """Kill the daemons and whatever a job has left behind: all that has this in its environment."""
     signal_all(signal.SIGKILL, mine)
 
 

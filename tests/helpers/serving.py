@@ -1,4 +1,4 @@
-"""A server in a thread of the tests: the bundled model behind real sockets, and a client that sees bytes."""
+"""A server in a thread with the bundled model and real sockets, and a client."""
 
 import functools
 import http.client
@@ -32,16 +32,15 @@ POST = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: appli
 
 @functools.cache
 def sample():
-    """The bundled model, and its tokenizer."""
     model, about = load_model(bundled("weights", "sample.safetensors"), CpuKernels("float32", 2), SerialComm())
     return model, about.tokenizer
 
 
 class Paced:
-    """Lanes that take their time for each step, and whose scores can be spoilt; `most` ran at once."""
+    """Slots with a delay per step, NaN on demand, and the maximum of running slots in `most`."""
 
-    def __init__(self, lanes, seconds=0.0):
-        self._lanes, self.seconds, self.spoil, self.most = lanes, seconds, 0, 0
+    def __init__(self, slots, seconds=0.0):
+        self._lanes, self.seconds, self.spoil, self.most = slots, seconds, 0, 0
 
     def __getattr__(self, name):
         return getattr(self._lanes, name)
@@ -57,18 +56,16 @@ class Paced:
 
 
 class Server:
-    """A server that runs, and what it ended with."""
-
-    def __init__(self, lanes, seconds, limits, place, template, tokenizer):
+    def __init__(self, slots, seconds, limits, place, template, tokenizer):
         model, own = sample()
         tokenizer = tokenizer or own
         if template:
             tokenizer = tokenizer.with_chat(ChatTemplate(template, {}, ()))
         loaded = LoadedModel(model, tokenizer, SerialComm(), ModelSpec(None, "auto"), None, "float32")
-        self.lanes = Paced(slots_for(loaded.model, lanes), seconds)
+        self.slots = Paced(slots_for(loaded.model, slots), seconds)
         where = ListenOn(**{"port": 0, "log": "quiet", **place}, limits=Limits(**(limits or {})))
         listener = bound(where.host, where.port)
-        self.serving, self.ended = Serving(loaded, self.lanes, "sample", where, listener), None
+        self.serving, self.ended = Serving(loaded, self.slots, "sample", where, listener), None
         self.runner = self.serving.runner
         self.host, self.port = self.serving.listener.getsockname()[:2]
         self._thread = threading.Thread(target=self._run)
@@ -82,7 +79,6 @@ class Server:
             self.ended = error
 
     def counted(self, name):
-        """Return the value of one of the server's counters."""
         return self.runner.metrics.registry.get_sample_value(f"distgpt_{name}_total")
 
     def gauge(self, name):
@@ -100,19 +96,16 @@ class Server:
         return http.client.HTTPConnection(self.host, self.port, timeout=20)
 
     def line(self, head=b"", body=b""):
-        """A bare connection on which these bytes are sent; with a body, `head` gets its length."""
         line = socket.create_connection((self.host, self.port), 10)
         line.sendall(b"%sContent-Length: %d\r\n\r\n%s" % (head, len(body), body) if body else head)
         return line
 
     def refused(self, path="/v1/completions", **body):
-        """The status and the error of a request that must fail, and the headers."""
         status, headers, found = self.ask(path, body)
         assert status >= 400, found
         return status, found["error"], headers
 
     def ask(self, path, body=None, method=None, headers=None):
-        """Status, headers, and body, parsed if that is JSON. `body`: bytes, or what becomes JSON."""
         connection = self.connect()
         data = body if body is None or isinstance(body, bytes) else json.dumps(body).encode()
         method = method or ("GET" if body is None else "POST")
@@ -125,13 +118,11 @@ class Server:
         return response.status, response.headers, json.loads(text) if is_json else text.decode()
 
     def complete(self, prompt, **settings):
-        """The body of a completion that must succeed."""
         status, _, found = self.ask("/v1/completions", {"prompt": prompt, **settings})
         assert status == 200, found
         return found
 
     def begin(self, prompt, **settings):
-        """A stream whose first piece has been read: its connection and its response."""
         connection = self.connect()
         body = json.dumps({"prompt": prompt, "stream": True, **settings})
         connection.request("POST", "/v1/completions", body, JSON)
@@ -142,21 +133,18 @@ class Server:
 
     @property
     def is_free(self):
-        """Whether every lane is free, and nobody waits."""
         return not any(map(self.gauge, ("running_sequences", "queue_length", "open_requests")))
 
 
 def pieces(text):
-    """The objects of a stream, which must end as it should."""
     found = text.split("\n\n")
     assert found[-2:] == ["data: [DONE]", ""], found[-3:]
     return [json.loads(piece.removeprefix("data: ")) for piece in found[:-2]]
 
 
 @contextmanager
-def server(lanes=4, seconds=0.0, limits=None, template="", tokenizer=None, **place):
-    """Serve the bundled model, with its tokenizer or another one."""
-    found = Server(lanes, seconds, limits, place, template, tokenizer)
+def server(slots=4, seconds=0.0, limits=None, template="", tokenizer=None, **place):
+    found = Server(slots, seconds, limits, place, template, tokenizer)
     try:
         yield found
     finally:

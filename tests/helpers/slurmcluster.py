@@ -1,7 +1,4 @@
-"""A Slurm cluster of two nodes on this machine: munged, slurmctld and two slurmd in a folder of their own.
-
-Root alone can start one. It knows nothing of a Slurm that is there already, and uses free ports.
-"""
+"""A separate Slurm cluster of two nodes on this machine, with free ports. It requires root."""
 
 import os
 import secrets
@@ -16,39 +13,24 @@ from schedulers import Scheduler, end_all, free_ports
 
 DAEMONS = ("munged", "slurmctld", "slurmd")
 PROGRAMS = (*DAEMONS, "setpriv", "sbatch", "srun", "scontrol", "scancel", "squeue")
-# Where Debian puts daemons, which is not on every PATH.
+# Debian's directories of daemons, which may be missing in PATH.
 PATH = os.pathsep.join([os.environ.get("PATH", ""), "/usr/local/sbin", "/usr/sbin", "/sbin"])
 NODES = ("n1", "n2")
 SECONDS_TO_START = 30
 
-# A requeued job waits until its credential has expired, after five seconds instead of two minutes.
+# A requeued job waits for its credential to expire, here after 5 seconds.
 CONFIGURATION = """
-ClusterName=distgpt
-SlurmctldHost=localhost(127.0.0.1)
-SlurmUser=root
-SlurmctldPort={ports[0]}
-AuthType=auth/munge
-AuthInfo=socket={folder}/munge.socket,cred_expire=5
-SlurmctldPidFile={folder}/slurmctld.pid
-SlurmdPidFile={folder}/slurmd.%n.pid
-SlurmctldLogFile={folder}/slurmctld.log
-SlurmdLogFile={folder}/slurmd.%n.log
-StateSaveLocation={folder}/state
-SlurmdSpoolDir={folder}/spool.%n
-ProctrackType=proctrack/pgid
-TaskPlugin=task/none
-JobAcctGatherType=jobacct_gather/none
-SelectType=select/cons_tres
-SelectTypeParameters=CR_Core
+ClusterName=distgpt SlurmctldHost=localhost(127.0.0.1) SlurmUser=root SlurmctldPort={ports[0]}
+AuthType=auth/munge AuthInfo=socket={folder}/munge.socket,cred_expire=5 TaskPlugin=task/none
+SlurmctldPidFile={folder}/slurmctld.pid SlurmdPidFile={folder}/slurmd.%n.pid
+SlurmctldLogFile={folder}/slurmctld.log SlurmdLogFile={folder}/slurmd.%n.log
+StateSaveLocation={folder}/state SlurmdSpoolDir={folder}/spool.%n ProctrackType=proctrack/pgid
+JobAcctGatherType=jobacct_gather/none SelectType=select/cons_tres SelectTypeParameters=CR_Core
 SchedulerParameters=sched_min_interval=0,sched_interval=1,bf_interval=1,batch_sched_delay=0
-PreemptType=preempt/partition_prio
-PreemptMode=REQUEUE
-ReturnToService=2
-JobRequeue=1
-KillWait=20
-CompleteWait=0
-MpiDefault=pmi2
-SlurmdParameters=config_overrides
+PreemptType=preempt/partition_prio PreemptMode=REQUEUE ReturnToService=2 JobRequeue=1 KillWait=20
+CompleteWait=0 MpiDefault=pmi2 SlurmdParameters=config_overrides
+""".replace(" ", "\n")
+CONFIGURATION += """\
 NodeName=n1 NodeHostname={host} NodeAddr=127.0.0.1 Port={ports[1]} CPUs=8 RealMemory=100
 NodeName=n2 NodeHostname={host} NodeAddr=127.0.0.1 Port={ports[2]} CPUs=8 RealMemory=100
 PartitionName=low Nodes=n1,n2 Default=YES PriorityTier=1
@@ -58,15 +40,12 @@ PartitionName=high Nodes=n1,n2 PriorityTier=2 PreemptMode=OFF
 
 
 def lacking():
-    """Why there can be no cluster here; "" if there can."""
     if missing := [name for name in PROGRAMS if shutil.which(name, path=PATH) is None]:
         return f"needs Slurm and munge ({', '.join(missing)}): apt install slurmctld slurmd slurm-client munge"
     return "" if os.geteuid() == 0 else "a Slurm of our own needs root"
 
 
 class Cluster(Scheduler):
-    """Slurm's commands, and the jobs that it knows."""
-
     system, submitted, element = "slurm", r"^Submitted batch job (\d+)", "{}_{}"
     shows = ("squeue", "-l")
 
@@ -74,24 +53,21 @@ class Cluster(Scheduler):
         super().__init__(folder, {"SLURM_CONF": str(folder / "slurm.conf"), "PATH": PATH})
 
     def queued(self):
-        """Its jobs that have not ended."""
         return self.call("squeue", "-h").split()
 
     def job(self, number):
-        """What Slurm knows of a job, by name."""
         words = self.call("scontrol", "show", "job", number).split()
         return dict(word.split("=", 1) for word in words if "=" in word)
 
 
-# In place of more CPUs than there are, to which nothing can be bound: a node has two of this machine's.
+# Nodes with two real CPUs, so that ranks can be bound.
 BINDING = {"task/none": "task/affinity", "CPUs=8": "Sockets=1 CoresPerSocket=2 ThreadsPerCore=1"}
 
 
 @contextmanager
 def slurm_cluster(changed=()):
-    """A cluster that is ready for jobs, and gone afterwards with all that runs on it."""
     with ExitStack() as stack:
-        folder = Path(tempfile.mkdtemp(prefix="slurm"))  # short: it holds sockets
+        folder = Path(tempfile.mkdtemp(prefix="slurm"))  # a short path for sockets
         stack.callback(shutil.rmtree, folder, ignore_errors=True)
         folder.chmod(0o755)
         cluster = Cluster(folder)
@@ -117,7 +93,6 @@ def slurm_cluster(changed=()):
 
 
 def _start(cluster, stack, *words):
-    """A daemon in the foreground, ended with the cluster, or with this process if that is killed."""
     program = [shutil.which(words[0], path=PATH), *words[1:]]
     log = stack.enter_context((cluster.folder / f"{words[0]}{len(words)}.log").open("ab"))
     env = {**os.environ, **cluster.environ}

@@ -1,4 +1,4 @@
-"""Steps with the exchange that their settings ask for, as a run makes them."""
+"""Steps with the gradient sync of their settings."""
 
 import numpy as np
 from distgpt.core.components import components
@@ -15,7 +15,6 @@ CONFIG = TrainConfig(batch_size=24, grad_accum=2, steps=10, seed=3, recompute="m
 
 
 def state_for(model, config, comm, begins=True):
-    """The optimizer with a rank's moments, before the first step."""
     strategy = Chosen(config, comm.size)
     strategy.make_gradients(comm, model, print)
     state = strategy.placement.state(model, comm.rank)
@@ -25,7 +24,6 @@ def state_for(model, config, comm, begins=True):
 
 
 def build_step(state, comm, config, say=print, micro_batches=None, **more):
-    """`state`: that of a placement, or an optimizer alone."""
     if not isinstance(state, OptimizerState):
         state = OptimizerState(state)
     if micro_batches is None:
@@ -33,7 +31,7 @@ def build_step(state, comm, config, say=print, micro_batches=None, **more):
         micro_batches = strategy.micro_batches(config, comm.rank, state.optimizer.model)
     exchange = components().gradient_sync(comm, state, config, say)
     work = Step(state.optimizer, comm, config, exchange, micro_batches=micro_batches, **more)
-    work.state = state  # for tests that save and restore
+    work.state = state  # tests save and restore it
     return work
 
 
@@ -43,7 +41,6 @@ def batches_of(config=CONFIG, kind=MODEL):
 
 
 def model_of(config=CONFIG, ranks=1, kind=MODEL, threads=1):
-    """The first weights of a run."""
     is_narrow, how = config.dtype == "bfloat16", (config.dtype, threads, config.matmul_backend)
     model = Model(Architecture(kind), Bfloat16Kernels(threads) if is_narrow else CpuKernels(*how))
     model.allocate_master_weights(ranks)
@@ -56,7 +53,6 @@ def steps_of(comm, config=CONFIG, kind=MODEL, threads=1, **more):
 
 
 def trained(comm, config=CONFIG, steps=5, work=None, **how):
-    """Take steps; return the work, the weights after each of them, and the losses and norms."""
     work = work or steps_of(comm, config, **how)
     batches, seen, read = batches_of(config, how.get("kind", MODEL)), [], []
     for step in range(steps):

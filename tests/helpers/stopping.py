@@ -8,7 +8,6 @@ from pathlib import Path
 
 
 def of_job(out):
-    """The processes of its ranks, in order."""
     found = {}
     for folder in Path("/proc").glob("[0-9]*"):
         with suppress(OSError):
@@ -19,7 +18,6 @@ def of_job(out):
 
 
 def at_call(monkeypatch, owner, name, count, number, times=1):
-    """Send a signal at the so many-th call of a function."""
     called, original = [], getattr(owner, name)
 
     def sending(*args, **kwargs):

@@ -1,4 +1,4 @@
-"""The ranks of a job as threads of one process, which meet at a barrier."""
+"""Ranks of a job as threads that meet at a barrier."""
 
 import threading
 
@@ -8,7 +8,7 @@ from distgpt.core.comm.api import SerialComm
 
 
 class ThreadComm(SerialComm):
-    """`per_node` ranks live on each node, if that divides them."""
+    """A rank as a thread, with `per_node` ranks per node."""
 
     def __init__(self, rank, size, meeting, shared, per_node=None):
         self.rank, self.size, self.cores = rank, size, 1.0
@@ -42,7 +42,7 @@ class ThreadComm(SerialComm):
         self._all(None)
 
     def send(self, array, source, target):
-        """With all ranks, as they meet at one place."""
+        """Send, with all ranks taking part."""
         theirs = self._all(array.copy() if self.rank == source else None)[source]
         if self.rank == target:
             array[...] = theirs
@@ -53,14 +53,12 @@ class ThreadComm(SerialComm):
         return self._some(lambda rank: rank // self.local_size), self._some(lambda rank: rank % self.local_size)
 
     def _some(self, group):
-        """The ranks of this one's group."""
         ranks = [rank for rank in range(self.size) if group(rank) == group(self.rank)]
         made = {group(self.rank): (threading.Barrier(len(ranks), timeout=20), {})} if self.rank == ranks[0] else {}
         groups = {key: each for found in self._all(made) for key, each in found.items()}
         return ThreadComm(ranks.index(self.rank), len(ranks), *groups[group(self.rank)])
 
     def _all(self, mine):
-        """What every rank brought, in order."""
         self.shared[self.rank] = mine
         self.meeting.wait()
         everything = [self.shared[rank] for rank in range(self.size)]
@@ -69,7 +67,7 @@ class ThreadComm(SerialComm):
 
 
 def on_all_ranks(size, act, per_node=None, patience=20):
-    """What act(comm) returned or raised on each rank."""
+    """Return the result or error of act(comm) on each rank."""
     meeting, shared, results = threading.Barrier(size, timeout=patience), {}, [None] * size
 
     def run(rank):

@@ -1,13 +1,7 @@
-"""Three tiers of tests, and a check that a test belongs to the one it is marked for.
+"""Check the tiers of tests (see CONTRIBUTING.md).
 
-- `make test`: no mark. At most 4 seconds of CPU time, mostly far less, and no process. Only `smoke`, one test
-  per feature, runs the command as a user does.
-- `.ci/run`: `ci` as well. What starts processes or takes longer.
-- `make test-all`: `slow` as well. What a change seldom breaks, such as other processors.
-
-With DISTGPT_TEST_TIERS=check, a test fails if its tier is too low for its CPU time or its processes. CPU time
-does not depend on the load of the machine. Compiling is not counted: it happens in the first test that
-needs a loop.
+With DISTGPT_TEST_TIERS=check, a test fails if its tier is too low for its CPU time or processes. Compiling is
+not counted, because it happens in the first test that needs a loop.
 """
 
 import contextlib
@@ -22,8 +16,8 @@ LIMITS = {"test": 4.0, "ci": 40.0}  # seconds of CPU time, which two busy thread
 CHECKED = os.environ.get("DISTGPT_TEST_TIERS") == "check"
 LOG = os.environ.get("DISTGPT_TEST_TIERS_LOG")  # a file that gets a line of JSON per test
 STARTS = {"subprocess.Popen", "os.fork", "os.forkpty", "os.posix_spawn", "os.system"}
-# A run asks git for the commit. With empty caches, loops and the kernels of the stand-in are compiled.
-# Chat templates are rendered in one process, which the first test that needs it starts for all.
+# Runs call git for the commit, empty caches start compilers, and the first test with a chat template starts
+# the process that renders them.
 INCIDENTAL = ("git ", "compile_workers", "g++", "chats/worker.py")
 _started: list[str] = []
 _uncounted = [0]
@@ -32,7 +26,6 @@ _begun: list[float] = []  # CPU time at the start of each compilation under way
 
 
 def tier(item):
-    """Return the tier that the marks of a test say."""
     if any(item.get_closest_marker(mark) for mark in ("slow", "peer", "cluster", "rehearsal")):
         return "all"
     return "ci" if item.get_closest_marker("ci") else "test"
@@ -40,7 +33,7 @@ def tier(item):
 
 @contextlib.contextmanager
 def uncounted():
-    """What starts in here is no test's own."""
+    """Do not count processes that start in the block."""
     _uncounted[0] += 1
     try:
         yield
@@ -65,8 +58,6 @@ if CHECKED or LOG:
     from numba.core import event as numba_events
 
     class _Compiled(numba_events.Listener):
-        """Add up the CPU time of the outermost compilations."""
-
         def on_start(self, event):
             _begun.append(time.process_time())
 
@@ -80,7 +71,7 @@ if CHECKED or LOG:
 
     @pytest.hookimpl(wrapper=True)
     def pytest_fixture_setup(fixturedef):
-        """Of what tests share, no processes are counted: they would be the first test's."""
+        """Do not count processes of shared fixtures."""
         if fixturedef.scope == "function":
             return (yield)
         own = _started[:]
@@ -103,12 +94,9 @@ if CHECKED or LOG:
         finally:
             item.cpu_seconds = time.process_time() - begun - (_compiling[0] - compiled)
             _log(
-                test=item.nodeid,
-                tier=tier(item),
-                cpu=round(item.cpu_seconds, 3),
-                wall=round(time.monotonic() - clock, 3),
-                fixtures=item.fixturenames,
-            )
+                test=item.nodeid, tier=tier(item), cpu=round(item.cpu_seconds, 3),
+                wall=round(time.monotonic() - clock, 3), fixtures=item.fixturenames,
+            )  # fmt: skip
 
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_makereport(item, call):
@@ -119,7 +107,6 @@ if CHECKED or LOG:
 
 
 def _misplaced(item):
-    """What is wrong with the tier of a test that has run, or ""."""
     own = tier(item)
     if own == "test" and _started and not item.get_closest_marker("smoke"):
         return f"starts {_started[0][:200]}: mark it ci (or smoke: one test per feature)"

@@ -1,4 +1,4 @@
-"""Texts and tokenizers that several tests use."""
+"""Strings and tokenizers for tests."""
 
 import functools
 import json
@@ -27,7 +27,6 @@ def small():
 
 
 def filled(batches, step, rows):
-    """A batch's inputs and targets."""
     both = np.full((2, rows.stop - rows.start, batches.seq_len), -1, np.int32)
     batches.fill(step, rows, *both)
     return both
@@ -38,7 +37,6 @@ def whole(tokens):
 
 
 def write_gpt2_style(folder, merges=None, **changed):
-    """Write the small tokenizer as vocab.json and merges.txt."""
     vocab = {entry: i for i, entry in enumerate(small().vocabulary)} | changed
     (folder / "vocab.json").write_text(json.dumps(vocab), encoding="utf-8")
     lines = ["#version: 0.2", *(f"{a} {b}" for a, b in small().merges)] if merges is None else merges

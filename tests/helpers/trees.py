@@ -1,9 +1,6 @@
-"""Thirteen kinds of node as Linux shows them below /sys, written into a folder from compact tables.
+"""Thirteen kinds of nodes, written as Linux's files below /sys that distgpt reads.
 
-Numbering and caches are those that users of such nodes have published, from numactl -H, lscpu and lstopo:
-ARCHER2 (Zen 2, NPS4), a Sapphire Rapids with SNC4, whose third-level cache spans four regions, GH200 (nine
-NUMA nodes, one with CPUs), Fugaku (CPUs 0, 1 and 12 to 59), an AC922 (Power9), and an i7-12700H. Only the
-files that distgpt reads are written.
+Numbering and caches follow published output of numactl -H, lscpu and lstopo.
 """
 
 import atexit
@@ -18,7 +15,7 @@ from typing import NamedTuple
 
 @dataclass(frozen=True)
 class Core:
-    """A core: its CPUs (hardware threads), and its place. None: the kernel does not say."""
+    """A core: its CPUs (hardware threads) and place. None: unknown to the kernel."""
 
     cpus: tuple[int, ...]
     socket: int = 0
@@ -29,8 +26,6 @@ class Core:
 
 
 class Seen(NamedTuple):
-    """The node as a person counts it: of what is online, with regions that have CPUs."""
-
     cpus: int
     cores: int
     sockets: int
@@ -40,14 +35,12 @@ class Seen(NamedTuple):
 
 @dataclass(frozen=True)
 class Tree:
-    """A node. `regions` are those without CPUs."""
-
     cores: list
     seen: Seen
     regions: tuple = ()
     kinds: dict = field(default_factory=dict)  # "cpu_core" → its CPUs
     offline: frozenset = frozenset()
-    allowed: frozenset | None = None  # to a process there; None: all that are online
+    allowed: frozenset | None = None  # CPUs of a process; None: all online CPUs
 
     @property
     def online(self):
@@ -58,7 +51,6 @@ class Tree:
         return self.online if self.allowed is None else self.allowed
 
     def write(self, root):
-        """Write it as `root`/devices/system/…, which is returned: what stands for /sys."""
         for name, text in self._files():
             path = root / "devices" / name
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -67,7 +59,7 @@ class Tree:
 
     def _files(self):
         yield "system/cpu/online", listed(self.online)
-        for cpu in self.offline:  # has a folder, and nothing that describes it
+        for cpu in self.offline:  # offline CPUs have no topology
             yield f"system/cpu/cpu{cpu}/online", 0
         for core in self.cores:
             own = listed({*core.cpus} & self.online)
@@ -130,7 +122,7 @@ TREES = {
         Seen(cpus=20, cores=14, sockets=1, regions=1, l3=1),
         kinds={"cpu_core": "0-11", "cpu_atom": "12-19"},
     ),
-    "virtual": Tree(  # 2 CPUs, each in a socket of its own as QEMU makes them, of a kernel without NUMA
+    "virtual": Tree(  # QEMU: 2 CPUs in separate sockets, without NUMA
         [Core((i,), socket=i, region=None, l3=i) for i in range(2)], Seen(cpus=2, cores=2, sockets=2, regions=0, l3=2)
     ),
     "container": _RYZEN,  # half a core, and the host's files
@@ -153,7 +145,7 @@ TREES = {
         regions=(2, 3),
         allowed=frozenset(range(12, 60)),
     ),
-    "power9": Tree(  # AC922, 2 × 16 cores of four CPUs: NUMA nodes 0 and 8, those of GPUs are 252 to 255
+    "power9": Tree(  # AC922, 2 × 16 cores of four CPUs; NUMA nodes 0, 8 and 252 to 255 (GPUs)
         [Core(tuple(range(4 * i, 4 * i + 4)), 8 * (i // 16), 8 * (i // 16), i // 2, khz=3800000) for i in range(32)],
         Seen(cpus=128, cores=32, sockets=2, regions=2, l3=16),
         regions=(252, 253, 254, 255),
@@ -163,7 +155,7 @@ TREES = {
 
 @cache
 def sys_of(name):
-    """Write a tree once for all tests of a process, which only read it: what stands for /sys there."""
+    """Write a tree once per process; return the directory that replaces /sys."""
     folder = tempfile.mkdtemp()
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
     return TREES[name].write(Path(folder) / "sys")

@@ -56,7 +56,7 @@ def test_large_body_is_rejected():
 
 
 def test_full_queue_returns_429():
-    with server(lanes=1, seconds=0.01, limits={"queue": 2}) as found:
+    with server(slots=1, seconds=0.01, limits={"queue": 2}) as found:
         running, _ = found.begin("a", max_tokens=100)
         waiting = [found.connect() for _ in range(2)]
         for connection in waiting:
@@ -72,7 +72,7 @@ def test_full_queue_returns_429():
 
 
 def test_answer_without_tokens_needs_no_slot():
-    with server(lanes=1, seconds=0.01) as found:
+    with server(slots=1, seconds=0.01) as found:
         connection, _ = found.begin("a", max_tokens=120)
         answer = found.complete(["b", "c"], max_tokens=0, n=2, echo=True)
         assert [each["text"] for each in answer["choices"]] == ["b", "b", "c", "c"]
@@ -108,7 +108,7 @@ def test_body_with_two_lengths_is_rejected():
 
 @pytest.mark.parametrize("streams", [True, False])
 def test_killed_client_frees_slots(streams):
-    with server(lanes=2, seconds=0.005) as found:
+    with server(slots=2, seconds=0.005) as found:
         body = json.dumps({"prompt": "a", "max_tokens": 4000, "overflow": "shift", "n": 4, "stream": streams})
         line = found.line(POST, body.encode())
         wait_for(lambda: found.gauge("running_sequences") == 2)
@@ -144,7 +144,7 @@ def all_of(line, seconds=0.0):
 def test_stalled_client_is_dropped(monkeypatch, capsys):
     monkeypatch.setattr(app, "TAKING", 0.5)
     monkeypatch.setattr(app, "SAYING", 0.1)
-    with server(lanes=2, seconds=0.001, limits={"max_tokens": 40_000}, log="requests") as found:
+    with server(slots=2, seconds=0.001, limits={"max_tokens": 40_000}, log="requests") as found:
         with narrow(found, max_tokens=40_000):
             wait_for(lambda: found.gauge("running_sequences") == 1)
             assert found.complete("b", max_tokens=20)["usage"]["completion_tokens"] == 20
@@ -156,7 +156,7 @@ def test_stalled_client_is_dropped(monkeypatch, capsys):
 
 def test_slow_client_gets_everything():
     """A timeout is reported after the unread pieces."""
-    with server(lanes=6) as found, ThreadPoolExecutor(1) as pool:
+    with server(slots=6) as found, ThreadPoolExecutor(1) as pool:
         reading = pool.submit(all_of, narrow(found, max_tokens=200, n=4), 0.004)
         assert found.complete("b", max_tokens=20)["usage"]["completion_tokens"] == 20
         text = reading.result()
@@ -265,7 +265,7 @@ def test_prompt_is_decoded_once_off_the_event_loop(monkeypatch):
 
 def test_echo_counts_in_answer_size():
     echo = {"prompt": "a" * 1000, "echo": True, "max_tokens": 1, "overflow": "shift"}
-    with server(lanes=1, seconds=0.02, limits={"values": 1200, "everything": 4000}) as found:
+    with server(slots=1, seconds=0.02, limits={"values": 1200, "everything": 4000}) as found:
         assert found.complete(**echo, n=4)["choices"][3]["text"].startswith("a" * 1000)
         status, error, _ = found.refused(**echo, n=5)
         assert status == 400 and "1,255 tokens" in error["message"]
@@ -306,10 +306,10 @@ def test_tokenizer_failure_returns_400(name):
 def test_nonfinite_scores_fail_running_requests():
     with server(seconds=0.005) as found:
         _, response = found.begin("a", max_tokens=110)
-        found.lanes.spoil = 1
+        found.slots.spoil = 1
         text = response.read().decode()
         assert "not finite" in json.loads(text.split("data: ")[-1])["error"]["message"]
-        found.lanes.spoil = 1
+        found.slots.spoil = 1
         status, error, _ = found.refused(prompt="a")
         assert status == 500 and error["type"] == "server_error" and "not finite" in error["message"]
         assert found.complete("a", max_tokens=5, n=4)["usage"]["completion_tokens"] == 20
@@ -319,7 +319,7 @@ def test_nonfinite_scores_fail_running_requests():
 
 def test_server_exits_without_an_engine():
     with server(seconds=0.005) as found:
-        found.lanes.count, found.lanes.spoil = "none", 1  # breaks the construction of an engine
+        found.slots.count, found.slots.spoil = "none", 1  # breaks the construction of an engine
         status, error, _ = found.refused(prompt="a")
         assert status == 500 and "not finite" in error["message"]
         found.join()
@@ -418,7 +418,7 @@ def crowd(found, clients, seconds):
 
 
 def test_concurrent_clients_lose_nothing():
-    with server(lanes=16, limits={"queue": 1000}) as found:
+    with server(slots=16, limits={"queue": 1000}) as found:
         crowd(found, 64, 0.5)
         wait_for(lambda: found.is_free)
         before, threads = resident(), threading.active_count()
@@ -427,8 +427,8 @@ def test_concurrent_clients_lose_nothing():
         assert len(ended) > 100 and set(ended) == {True, "left"}
         assert resident() - before < 16 * MB
         assert threading.active_count() <= threads
-        found.lanes.most = 0
-        assert found.complete("a", max_tokens=3, n=16) and found.lanes.most == 16  # no lane is lost
+        found.slots.most = 0
+        assert found.complete("a", max_tokens=3, n=16) and found.slots.most == 16  # no slot is lost
         assert found.counted("engine_failures") == 0
         (requests,) = (each for each in found.runner.metrics.registry.collect() if each.name == "distgpt_requests")
         assert {sample.labels["status"] for sample in requests.samples} <= {"200", "499"}

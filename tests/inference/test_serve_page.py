@@ -95,7 +95,7 @@ def test_page_shows_errors(page):
         generate(page, max_tokens=5, prompt="a")
         page.until("document.getElementById('said').textContent.startsWith('5 tokens')")
         assert text_of(page, "wrong") == ""
-        found.lanes.seconds, found.lanes.spoil = 0.01, 1
+        found.slots.seconds, found.slots.spoil = 0.01, 1
         generate(page, max_tokens=50, prompt="a")
         page.until("document.getElementById('wrong').textContent.includes('not finite')")
 
@@ -203,14 +203,14 @@ CHOOSE = """(() => {
 def test_chat_can_be_stopped_and_trimmed(page):
     with server(template=TEMPLATE) as found:
         opened(page, found)
-        found.lanes.seconds = 0.02
+        found.slots.seconds = 0.02
         said_to(page, "x" * 60, temperature=0)
         page.until(f"({TURNS})[1]?.length > 2")
         page.key("Escape", 27)
         first = answered(page)
         assert len(first) == 2 and len(first[1]) < 60 and text_of(page, "pace").endswith("tokens/s; stopped")
         wait_for(lambda: found.is_free)
-        found.lanes.seconds = 0.0
+        found.slots.seconds = 0.0
         said_to(page, "y" * 70, max_tokens=5)
         assert len(answered(page)) == 4 and "oldest turns" in text_of(page, "pace")
         said_to(page, "z" * 200)
@@ -293,7 +293,7 @@ def test_tab_key_follows_page_order(page):
             page.key("Tab", 9)
         page.value("document.getElementById('max_tokens').value = 2000")
         page.value("document.getElementById('go').focus()")
-        found.lanes.seconds = 0.02
+        found.slots.seconds = 0.02
         page.key("Enter", 13)
         page.until("document.querySelectorAll('.token').length > 5")
         assert page.value("document.activeElement.id") == "stop"

@@ -1,8 +1,9 @@
-"""`distgpt bench allreduce`: real sums over real ranks, checked, timed and written down."""
+"""`distgpt bench allreduce`: sums over real ranks are checked, timed and saved."""
 
 import json
 import os
 import threading
+from itertools import product
 from types import SimpleNamespace
 
 import pytest
@@ -12,16 +13,14 @@ from distgpt.core.base.errors import DistgptError
 from distgpt.measure.bench.allreduce import AllreduceOptions, algorithms, array_size, blocks, measure
 from threadranks import on_all_ranks
 
-from conftest import distgpt, needs_mpi
+from conftest import ci_ranks, distgpt, needs_mpi, succeeded
 
 QUICK = ["--sizes", "8,1K,300K", "--repeats", "4", "--seconds", "60"]
 
 
 def check_rows(found, algorithms, ranks):
     sizes = [8, 1024, 300 * 1024]
-    assert [(row["bytes"], row["algorithm"]) for row in found["rows"]] == [
-        (size, name) for size in sizes for name in algorithms
-    ]
+    assert [(row["bytes"], row["algorithm"]) for row in found["rows"]] == [*product(sizes, algorithms)]
     for row in found["rows"]:
         assert 0 < row["min_seconds"] <= row["seconds"] and row["repeats"] in (3, 4)
         assert row["bytes_per_s"] == pytest.approx(row["bytes"] / row["seconds"])
@@ -30,9 +29,8 @@ def check_rows(found, algorithms, ranks):
 
 @pytest.mark.ci
 @needs_mpi
-def test_it_starts_ranks_and_leaves_a_file(tmp_path):
-    result = distgpt("bench", "allreduce", *QUICK, "--out", tmp_path)
-    assert result.returncode == 0, result.stderr
+def test_allreduce_bench_starts_ranks_and_saves(tmp_path):
+    result = succeeded("bench", "allreduce", *QUICK, "--out", tmp_path, by=distgpt)
     assert "300 KiB" in result.stdout and "2 ranks on one machine" in result.stdout
     found = json.loads((tmp_path / "allreduce-mpi-2.json").read_text())
     assert found["kind"] == "allreduce" and found["environment"]["cores"] > 0 and found["library"]
@@ -40,37 +38,28 @@ def test_it_starts_ranks_and_leaves_a_file(tmp_path):
     assert found["nodes"] == 1 and found["cores_per_rank"] == min(2, found["environment"]["cores"] / 2)
 
 
-@pytest.mark.ci
-@pytest.mark.ranks
-@needs_mpi
-def test_launched_it_measures_as_these_ranks(tmp_path):
+@ci_ranks
+def test_launched_allreduce_bench_uses_its_ranks(tmp_path):
     words = [*QUICK, "--algorithms", "allreduce", "--json", "--name", "three", "--out", tmp_path]
-    result = distgpt("bench", "allreduce", *words, ranks=3)
-    assert result.returncode == 0, result.stderr
-    (line,) = result.stdout.splitlines()
+    (line,) = succeeded("bench", "allreduce", *words, ranks=3, by=distgpt).stdout.splitlines()
     found = json.loads(line)
     assert found["ranks"] == found["ranks_per_node"] == 3
     check_rows(found, ["allreduce"], 3)
     assert json.loads((tmp_path / "allreduce-three.json").read_text())["rows"] == found["rows"]
 
 
-@pytest.mark.ci
-@pytest.mark.ranks
-@needs_mpi
-@pytest.mark.parametrize(
-    "words, code, named",
-    [
-        (["--ranks", "1"], 2, "at least 2 ranks"),
-        (["--sizes", "8,x"], 2, "'x'"),
-        (["--sizes", "6"], 2, "multiple of 4"),
-        (["--max-bytes", "2T"], 2, "'2T'"),
-        (["--launcher", "no-such-launcher"], 2, "no-such-launcher"),
-        (["--launcher", "false", "--out", "file"], 74, "file"),
-        (["--algorithms", "nccl", "--ranks", "2"], 2, "'nccl' is not one of allreduce"),  # by the ranks, once
-        *((["--seconds", seconds], 2, "--seconds") for seconds in ("inf", "nan", "0")),
-    ],
-)
-def test_mistakes_are_refused_before_anything_is_measured(words, code, named, tmp_path, monkeypatch):
+@ci_ranks
+@pytest.mark.parametrize("words, code, named", [
+    (["--ranks", "1"], 2, "at least 2 ranks"),
+    (["--sizes", "8,x"], 2, "'x'"),
+    (["--sizes", "6"], 2, "multiple of 4"),
+    (["--max-bytes", "2T"], 2, "'2T'"),
+    (["--launcher", "no-such-launcher"], 2, "no-such-launcher"),
+    (["--launcher", "false", "--out", "file"], 74, "file"),
+    (["--algorithms", "nccl", "--ranks", "2"], 2, "'nccl' is not one of allreduce"),  # printed once
+    *((["--seconds", seconds], 2, "--seconds") for seconds in ("inf", "nan", "0")),
+])  # fmt: skip
+def test_allreduce_bench_rejects_mistakes_before_measuring(words, code, named, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "file").touch()
     result = CliRunner().invoke(command_line, ["--out", "out", *words])
@@ -80,7 +69,7 @@ def test_mistakes_are_refused_before_anything_is_measured(words, code, named, tm
     assert not list(tmp_path.rglob("*.json"))
 
 
-def test_sizes():
+def test_allreduce_sizes():
     assert AllreduceOptions(sizes="64K,8,64K").array_sizes() == [65536, 8]
     assert AllreduceOptions(max_bytes="2K").array_sizes() == [8, 32, 128, 512, 2048]
     assert AllreduceOptions(max_bytes="4").array_sizes() == [4]
@@ -88,7 +77,7 @@ def test_sizes():
     assert [array_size("", words) for words in ("8", "64K", "2 MiB", "1g")] == [8, 65536, 2 << 20, 1 << 30]
 
 
-def test_a_sum_that_comes_out_wrong_is_an_error_on_every_rank():
+def test_wrong_sum_raises_on_every_rank():
     def act(comm, is_wrong):
         comm.sum = (lambda array: None) if is_wrong else comm.sum
         return measure_without_mpi(comm, "allreduce", AllreduceOptions(sizes="8,4096", repeats=3, seconds=5))
@@ -104,7 +93,7 @@ def measure_without_mpi(comm, names, plan, memory=1 << 40):
     return list(measure(here, table, plan))
 
 
-def test_what_does_not_fit_into_memory_or_time_is_left_out_and_named():
+def test_allreduce_bench_skips_sizes_beyond_memory_or_time():
     plan = AllreduceOptions(sizes="64,1024,1048576", repeats=3, seconds=5)
     for rank_0_has, largest in ((1 << 40, 1 << 20), (3 << 10, 1024)):
         rows = on_all_ranks(
@@ -124,7 +113,7 @@ def test_what_does_not_fit_into_memory_or_time_is_left_out_and_named():
 
 
 @pytest.mark.parametrize("ranks, per_node", [(2, 2), (4, 2)])
-def test_where_one_node_cannot_share_so_much_memory_all_leave_it_out(ranks, per_node, monkeypatch):
+def test_all_ranks_skip_unshareable_sizes(ranks, per_node, monkeypatch):
     here, real = threading.local(), os.ftruncate
 
     def too_large_on_the_last_node(descriptor, size):

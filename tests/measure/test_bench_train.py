@@ -1,4 +1,4 @@
-"""bench train: real runs as children, and what is made of what they leave; bench infer."""
+"""`distgpt bench train` measures real runs in child processes; `distgpt bench infer`."""
 
 import json
 from functools import partial
@@ -27,7 +27,7 @@ def bench(*words):
 
 @pytest.mark.ci
 @pytest.mark.ranks
-def test_a_run_reports_speed_memory_and_share_of_the_peak(tmp_path, monkeypatch):
+def test_bench_reports_speed_memory_and_peak_share(tmp_path, monkeypatch):
     monkeypatch.setattr(train, "peak_gflops", partial(train.peak_gflops, seconds=0.05))
     monkeypatch.setattr(jobs, "ask", peak_here)
     done = bench(*SMALL, "--threads", 1, "--stage", STAGE, "--name", "found", "--out", tmp_path)
@@ -44,7 +44,7 @@ def test_a_run_reports_speed_memory_and_share_of_the_peak(tmp_path, monkeypatch)
     assert 0 < row["mfu"] < 1 and row["peak_memory"][0] > 1e6 and row["first_loss"] > 5
 
 
-def test_stage_and_gpu_options_are_passed_on_to_every_child():
+def test_bench_passes_stage_options_to_children():
     command = click.command()(stage_options(settings(lambda **given: given)))
     every = GpuConfig(graphs=False, allreduce="host", deterministic=True, tf32=True)
     for stage, threads, gpu in (("serial", 3, GpuConfig()), ("mpi-cuda", None, every)):
@@ -56,8 +56,7 @@ def test_stage_and_gpu_options_are_passed_on_to_every_child():
         assert not set_by_user({key: given[key] for key in given.keys() - {"stage", "threads", "gpu"}})
 
 
-def test_every_setting_reaches_the_run(tmp_path, monkeypatch):
-    """Of a child that never starts: its configuration is in a file."""
+def test_bench_passes_settings_to_the_run(tmp_path, monkeypatch):
     seen = []
 
     def stop(what, config, out, words, launcher, ranks):
@@ -66,55 +65,46 @@ def test_every_setting_reaches_the_run(tmp_path, monkeypatch):
 
     monkeypatch.setattr(jobs, "train", stop)
     words = "--no-bias --untied --set shift_windows=true --set verify_data=false --lr 0.5 --threads 1"
-    result = bench(*words.split(), "--dtype", "float64", "--out", tmp_path)
-    assert str(result.exception) == "enough"
+    assert str(bench(*words.split(), "--dtype", "float64", "--out", tmp_path).exception) == "enough"
     ((config, words),) = seen
     changes = {"bias": False, "tied": False, "shift_windows": True, "verify_data": False, "lr": 0.5}
     assert config == preset("tiny", {**changes, "dtype": "float64", "steps": 20, "warmup": 4})
     assert words == ["--stage", "serial", "--dtype", "float64", "--threads", 1]
 
 
+INTERNAL = "distgpt: internal error\nTraceback\nKeyError: 'x'\n"
 KILLED = "= EXIT CODE: 9\nYOUR APPLICATION TERMINATED WITH THE EXIT STRING: Killed (signal 9)\nThis is\n"
 
 
-@pytest.mark.parametrize(
-    "code, errors, output, kind, words",
-    [
-        (65, "distgpt: no file\n", "", DataError, "no file"),
-        (76, "distgpt: the loss is nan\nAbort(76)\n", "", NonFiniteError, "the loss is nan"),
-        (-9, "", "", DistgptError, "the run failed (killed by SIGKILL)"),
-        (9, "", KILLED, DistgptError, "the run failed (exit code 9): a rank ended: Killed (signal 9)"),
-        (2, "usage: x\n", "", DistgptError, "the run failed (exit code 2): usage: x"),
-        (
-            *(70, "distgpt: internal error\nTraceback\nKeyError: 'x'\n", "", DistgptError),
-            "the run failed (exit code 70): KeyError: 'x'",
-        ),
-    ],
-)
-def test_a_failed_child_is_reported_in_its_own_words(code, errors, output, kind, words):
+@pytest.mark.parametrize("code, errors, output, kind, words", [
+    (65, "distgpt: no file\n", "", DataError, "no file"),
+    (76, "distgpt: the loss is nan\nAbort(76)\n", "", NonFiniteError, "the loss is nan"),
+    (-9, "", "", DistgptError, "the run failed (killed by SIGKILL)"),
+    (9, "", KILLED, DistgptError, "the run failed (exit code 9): a rank ended: Killed (signal 9)"),
+    (2, "usage: x\n", "", DistgptError, "the run failed (exit code 2): usage: x"),
+    (70, INTERNAL, "", DistgptError, "the run failed (exit code 70): KeyError: 'x'"),
+])  # fmt: skip
+def test_failed_child_reports_its_error(code, errors, output, kind, words):
     with pytest.raises(DistgptError) as caught:
         jobs.raise_failure(Ended(code, output, errors, 1.0), "the run")
     assert (type(caught.value), str(caught.value)) == (kind, words)
 
 
-def test_results_of_a_child_are_read(tmp_path):
-    printed = 'warming up\n{"a": 1}\n{"a": 2}\nbye\n'
-    assert jobs.answer(Ended(0, printed, "", 1.0), "it") == {"a": 2}
+def test_child_results_are_parsed(tmp_path):
+    assert jobs.answer(Ended(0, 'warming up\n{"a": 1}\n{"a": 2}\nbye\n', "", 1.0), "it") == {"a": 2}
     with pytest.raises(DataError, match="it printed no result: sorry"):
         jobs.answer(Ended(0, "none\n", "sorry\n", 1.0), "it")
-    (tmp_path / "metrics.jsonl").write_text(
-        '{"step": 1, "loss": 2.0}\n{"step": 1, "val_loss": 1}\n{"step": 2, "loss": null}\n{"lo'
-    )
+    lines = '{"step": 1, "loss": 2.0}\n{"step": 1, "val_loss": 1}\n{"step": 2, "loss": null}\n{"lo'
+    (tmp_path / "metrics.jsonl").write_text(lines)
     assert jobs.read_losses(tmp_path) == [2.0, None] and jobs.read_losses(tmp_path / "none") == []
     with pytest.raises(DataError, match=r"summary\.json"):
         jobs.read_summary(tmp_path)
 
 
 @pytest.mark.ci
-def test_every_dtype_and_number_of_requests_of_infer_is_a_row(tmp_path, capsys):
-    infer.bench(
-        InferOptions(preset="tiny", threads=1, dtypes=("int8",), requests=(1, 2), prompt=5, new=4, out=tmp_path)
-    )
+def test_infer_bench_has_a_row_per_case(tmp_path, capsys):
+    how = {"preset": "tiny", "threads": 1, "dtypes": ("int8",), "requests": (1, 2)}
+    infer.bench(InferOptions(**how, prompt=5, new=4, out=tmp_path))
     rows = json.loads((tmp_path / "infer-tiny.json").read_text())["rows"]
     assert [(row["requests"], row["dtype"]) for row in rows] == [(1, "int8"), (2, "int8")]
     for row in rows:

@@ -1,4 +1,4 @@
-"""What a run is estimated to take: published sizes, the memory it takes, its checkpoint, its speed."""
+"""`distgpt estimate`: model sizes, memory, checkpoints and speed."""
 
 import json
 from types import SimpleNamespace
@@ -25,7 +25,6 @@ MODERN = {"norm": "rmsnorm", "mlp": "swiglu", "positions": "rope", "bias": False
 
 
 def question(name, stage="serial", **more):
-    """About a preset; what is no part of the question itself is a setting of the run."""
     asked = {key: more.pop(key) for key in list(more) if key in Question.__slots__}
     return Question(preset(name, more), stage, **{"measured": False, **asked})
 
@@ -35,14 +34,14 @@ def estimated(name, stage="serial", **more):
 
 
 @pytest.mark.parametrize("name, total", PUBLISHED.items())
-def test_parameters_are_those_of_the_published_models(name, total):
+def test_parameters_match_published_models(name, total):
     model = Architecture(preset(name).model)
     counted = parameters(model)
     assert counted.total == total and counted.total + counted.padding == model.layout.size
 
 
-def test_ranks_have_a_thread_for_each_core_as_in_the_run(monkeypatch):
-    """On a node of 128 cores, each of two CPUs, that eight ranks fill."""
+def test_estimate_gives_ranks_a_thread_per_core(monkeypatch):
+    """The node has 128 cores with two CPUs each and eight ranks."""
     opened = []
     layout = SimpleNamespace(share=lambda cores, ranks, grants=None: int(cores / 2))
     monkeypatch.setattr(estimating, "layout", lambda: layout)
@@ -53,8 +52,7 @@ def test_ranks_have_a_thread_for_each_core_as_in_the_run(monkeypatch):
     assert opened == [16]
 
 
-def test_operations_are_those_of_the_matmuls():
-    """Written out for a model whose sizes are all different primes, or nearly."""
+def test_operations_count_matmuls():
     sizes = {"n_layer": 3, "n_head": 1, "n_embd": 22, "mlp_width": 31, "seq_len": 7, "vocab_size": 53}
     for sides, qkv, changes in (
         (1, 66, {}),
@@ -71,7 +69,7 @@ def test_operations_are_those_of_the_matmuls():
         assert found.backward == 2 * found.forward, changes
 
 
-def test_a_gpu_stage_is_counted_without_a_gpu():
+def test_estimate_needs_no_gpu():
     for dtype, weights, others in (("bfloat16", 6, 4), ("float32", 4, 4), ("float64", 8, 8)):
         found = estimated("gpt2", "cuda", dtype=dtype, grad_accum=8, gpu_memory=1000.0)
         size = found["parameters"]["total"] + found["parameters"]["padding"]
@@ -83,7 +81,7 @@ def test_a_gpu_stage_is_counted_without_a_gpu():
         assert memory["recompute"] == "none" and found["batch"]["sequences_per_rank_and_round"] == 64
 
 
-def test_parts_that_travel_between_gpus_and_shares_of_weights_are_counted():
+def test_estimate_counts_exchange_buffers_and_weight_shards():
     def exchange(stage="mpi-cuda", **how):
         found = estimated("gpt2", stage, ranks=2, grad_accum=8, gpu_memory=1000.0, **how)
         assert found["memory"]["total"] > found["memory"]["exchange"]
@@ -92,13 +90,13 @@ def test_parts_that_travel_between_gpus_and_shares_of_weights_are_counted():
     assert exchange(gradient_dtype="bfloat16", dtype="bfloat16") == 64 << 20
     assert exchange(grad_sync="sharded") == 64 << 20 and exchange(grad_sync="allreduce") == 0
     assert exchange(gradient_dtype="bfloat16", outer_every=100) == 64 << 20
-    for ranks in (2, 4):  # ranks that share the moments share the weights in full precision
+    for ranks in (2, 4):  # sharded moments shard full-precision weights
         found = estimated("gpt2", "mpi-cuda", dtype="bfloat16", grad_sync="sharded", ranks=ranks, grad_accum=8)
         size = found["parameters"]["total"] + found["parameters"]["padding"]
         assert 0 <= found["memory"]["weights"] - (2 + 4 / ranks) * size < 4 * 4096 * ranks, ranks
 
 
-def test_paper_has_the_sizes_of_a_device():
+def test_imagined_gpu_has_sizes_of_a_device():
     from distgpt.gpu.device import CupyDevice
     from distgpt.gpu.kernels import CudaKernels
     from distgpt.gpu.stage import ESTIMATED_MULTIPROCESSORS, kernels_for_estimate
@@ -112,15 +110,15 @@ def test_paper_has_the_sizes_of_a_device():
         assert needed(run, imagined, one) == needed(run, real, one), dtype
 
 
-def test_a_run_that_does_not_fit_is_described_all_the_same():
+def test_estimate_describes_runs_that_do_not_fit():
     small = estimated("gpt2-xl", "cuda", gpu_memory=8.0)
     assert " free" in small["memory"]["trouble"] and small["memory"]["recompute"] == "block"
     assert small["batch"]["sequences_per_rank_and_round"] == 1
     assert "not enough: " in render_terminal("gpt2-xl", small)
-    assert not estimated("gpt2-xl", "mpi-cuda", ranks=8)["memory"]["trouble"]  # of unknown size
+    assert not estimated("gpt2-xl", "mpi-cuda", ranks=8)["memory"]["trouble"]  # memory unknown
 
 
-def test_batch_length_and_allreduce_follow_from_the_settings():
+def test_estimate_derives_batch_steps_and_allreduce():
     found = estimated("gpt2", "mpi", ranks=4, threads=1, grad_accum=16, tokens=10**10)
     batch = found["batch"]
     assert batch["tokens_per_step"] == 1 << 19 and batch["sequences_per_rank_and_round"] == 8
@@ -133,17 +131,14 @@ def test_batch_length_and_allreduce_follow_from_the_settings():
 
 
 @pytest.mark.ci
-def test_the_checkpoint_is_as_large_as_estimated(trained):
+def test_checkpoint_size_matches_estimate(trained):
     found = json.loads(inside("estimate", *SMALL, "--no-measure", "--json").stdout)
-    arrays = [path for path in (trained / "checkpoints").glob("*30/*") if path.suffix == ".safetensors"]
-    for size, files in (
-        (found["checkpoint_bytes"], arrays),
-        (found["weights_file_bytes"], [trained / "weights.safetensors"]),
-    ):
-        assert size < sum(path.stat().st_size for path in files) < size + 8192 * len(files)
+    for name, pattern in (("checkpoint_bytes", "checkpoints/*30/*.safetensors"), ("weights_file_bytes", "weights.*")):
+        files = [*trained.glob(pattern)]
+        assert found[name] < sum(path.stat().st_size for path in files) < found[name] + 8192 * len(files)
 
 
-def test_a_given_rate_makes_the_time():
+def test_given_rate_determines_time():
     found = estimated("gpt2", "mpi-cuda", ranks=8, rate=5e5, measured=None, steps=1000)
     took = found["time"]
     assert (took["source"], took["rate"]) == ("given", 4e6)
@@ -154,9 +149,7 @@ def test_a_given_rate_makes_the_time():
     assert "4,000,000 on 8 ranks" in render_terminal("gpt2", found)
 
 
-def test_what_layers_take_is_the_difference_between_models(monkeypatch):
-    """Each step and each update takes a constant time, and some for each layer."""
-
+def test_layer_time_is_the_difference_between_depths(monkeypatch):
     def seconds(work):
         work()
         layers = work.__self__.optimizer.model.config.n_layer
@@ -173,21 +166,13 @@ def test_what_layers_take_is_the_difference_between_models(monkeypatch):
         assert timing["update_s"] == pytest.approx(0.5 + 0.25 * n_layer)
 
 
-def test_the_page_has_every_part(monkeypatch):
+def test_estimate_page_has_every_part(monkeypatch):
     monkeypatch.setattr(estimating, "SECONDS", 0)
     notes = []
     asked = question("tiny", n_embd=16, n_head=2, n_layer=4, seq_len=16, batch_size=8, steps=7, measured=True)
     shown = render_terminal("tiny", estimate(asked, notes.append))
-    for word in (
-        "parameters",
-        "attention",
-        "7 steps, 896 tokens",
-        "gradients",
-        "checkpoint",
-        "tokens/s",
-        "measured here",
-    ):
-        assert word in shown, word
+    words = ["parameters", "attention", "7 steps, 896 tokens", "gradients", "checkpoint", "tokens/s", "measured here"]
+    assert all(word in shown for word in words), shown
     assert notes == ["measuring steps with 8 × 16 tokens"]
     result = inside("estimate", "--preset", "gpt2", "--stage", "mpi-cuda", "--ranks", "2", "--no-measure")
     assert result.returncode == 0 and result.stderr == ""
@@ -195,8 +180,7 @@ def test_the_page_has_every_part(monkeypatch):
 
 
 @pytest.mark.ci
-def test_a_depth_and_a_time_are_estimated_as_train_takes_them(monkeypatch, tmp_path):
-    """By the settings that a run has: its own file says which."""
+def test_estimate_resolves_depth_and_time_like_train(monkeypatch, tmp_path):
     words = ["--data", "story", "--threads", "1", "--depth", "1", "--steps", "2"]
     found = inside("estimate", *words, "--no-measure", "--json")
     assert found.returncode == 0 and found.stderr.startswith("depth 1 "), found.stderr
@@ -235,7 +219,7 @@ REFUSED = (
 )
 
 
-def test_mistakes_are_refused():
+def test_estimate_rejects_mistakes():
     for line, words in REFUSED:
         refused(inside("estimate", *line.split()), 2, *words)
     for option, value in (("--gpu-memory", "inf"), ("--rate", "nan")):
@@ -246,7 +230,7 @@ def test_mistakes_are_refused():
         refused(inside("estimate", *args), 2, "--measure", "NVIDIA")
 
 
-def test_the_vocabulary_is_the_tokenizers_and_a_text_is_read_only_for_its_words(tmp_path):
+def test_estimate_reads_text_only_for_its_vocabulary(tmp_path):
     def embedding(tokenizer):
         found = estimated("tiny", data=str(text), tokenizer=tokenizer)
         return found["parameters"]["kinds"]["embedding"] // 128
@@ -261,28 +245,28 @@ def test_the_vocabulary_is_the_tokenizers_and_a_text_is_read_only_for_its_words(
 
 
 @pytest.mark.parametrize("fraction", ["0", "0.2"])
-def test_the_manifest_of_shards_gives_the_vocabulary_and_whether_there_is_something_to_validate_on(fraction, tmp_path):
+def test_estimate_reads_manifest_of_shards(fraction, tmp_path):
     (tmp_path / "text.txt").write_text("one two three " * 200)
     args = [tmp_path / "text.txt", "--tokenizer", "byte", "--out", tmp_path / "out", "--val-fraction", fraction]
     assert inside("data", "prepare", *args).returncode == 0
     for shard in (tmp_path / "out").glob("*.npy"):
         shard.unlink()
-    change_json(tmp_path / "out" / "manifest.json", vocab_size=300)  # other than that of bytes
+    change_json(tmp_path / "out" / "manifest.json", vocab_size=300)  # differs from the byte tokenizer
     found = estimated("tiny", data=str(tmp_path / "out"))
     assert found["parameters"]["kinds"]["embedding"] == 300 * 128
     assert (found["memory"]["validation"] > 0) == (fraction != "0")
 
 
-def test_a_huge_batch_is_estimated():
+def test_estimate_handles_huge_batches():
     assert divisors(3600) == [n for n in range(1, 3601) if 3600 % n == 0]
     assert estimated("tiny", batch_size=10**9)["batch"]["sequences"] == 10**9
 
 
-def test_local_steps_exchange_seldom_and_save_moments_of_each_rank():
+def test_estimate_of_local_steps_counts_exchange_and_moments():
     run = preset("tiny").with_values({"outer_every": 16})
     plain, local = (estimate(Question(each, "mpi", ranks=4, rate=1e3), print) for each in (preset("tiny"), run))
     assert 3 * local["checkpoint_bytes"] == 10 * plain["checkpoint_bytes"]
     moments = [facts["memory"]["moments"] for facts in (plain, local)]
-    assert 2 <= (moments[1] - moments[0]) / plain["weights_file_bytes"] < 2.2  # and a tensor to be saved
+    assert 2 <= (moments[1] - moments[0]) / plain["weights_file_bytes"] < 2.2  # plus one saved tensor
     assert "weight changes every 16 steps" in render_terminal("tiny", local)
     assert "gradients per step" in render_terminal("tiny", plain)

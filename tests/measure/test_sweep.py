@@ -1,4 +1,4 @@
-"""Sweeps of miniature models: what they find, leave, resume and share among ranks."""
+"""`distgpt sweep`: grid files and promotion; sweeps of tiny models, resumed and shared among ranks."""
 
 import fcntl
 import json
@@ -7,10 +7,125 @@ import re
 import signal
 
 import pytest
+from distgpt.core.base.errors import UsageError
 from distgpt.measure.sweep import work
-from distgpt.measure.sweep.grid import Ledger, read_back
+from distgpt.measure.sweep.grid import Grid, Ledger, Result, Rung, begin, on_rung, read_back, read_grid
 
-from conftest import distgpt, inside, needs_mpi, refused
+from conftest import distgpt, inside, refused, slow_ranks, succeeded, summary
+
+
+@pytest.fixture
+def grid_of(tmp_path):
+    def read(text):
+        (tmp_path / "grid.toml").write_text(text)
+        return read_grid(tmp_path / "grid.toml")
+
+    return read
+
+
+def test_grid_combines_lists_and_seeds(grid_of):
+    grid = grid_of('preset = "fast"\nsteps = 9\n[sweep]\nlr = [1, 0.02, 0.02]\ntied = [true, false]\nseed = [3, 4]')
+    assert list(grid.points.values())[:2] == [{"lr": 1.0, "tied": True}, {"lr": 1.0, "tied": False}]
+    runs = list(grid.runs())
+    assert len(grid.points) == 4 and len({run.name for run in runs}) == len(runs) == 8
+    assert runs[0].name == "lr=1,tied=True,seed=3" and runs[1].point == runs[0].point == "lr=1,tied=True"
+    assert runs[1].values == {"keep": 1, "preset": "fast", "steps": 9, "lr": 1.0, "tied": True, "seed": 4}
+    assert [run.name for run in grid_of("[sweep]\nseed = [1, 2]").runs()] == ["seed=1", "seed=2"]
+    paths = ["a/b", "a_b", "../" + "x" * 300]  # names are valid file names and unique
+    grid = grid_of(f"[sweep]\ndata = {paths}\nlr = [0.1234567, 0.1234568]")
+    assert len(grid.points) == 6 and all("/" not in name and len(name) < 120 for name in grid.points)
+
+
+DRAWN = """
+[sweep]
+draws = {}
+lr = {{low = 0.1234567, high = 40, scale = "log"}}
+n_layer = {{low = 1, high = 3}}
+mlp = ["gelu", "relu"]
+"""
+
+
+def test_more_draws_keep_earlier_points(grid_of):
+    few, many = (list(grid_of(DRAWN.format(draws)).points.values()) for draws in (40, 200))
+    assert many[:40] == few and len({str(point) for point in many}) == 200
+    assert all(0.1234567 <= point["lr"] <= 40 for point in many)
+    assert {point["n_layer"] for point in many} == {1, 2, 3} and {point["mlp"] for point in many} == {"gelu", "relu"}
+    assert 60 < sum(point["lr"] < 2.2 for point in many) < 140  # the logarithmic middle
+    assert list(grid_of(DRAWN.format("40\ndraw_seed = 1")).points.values()) != few
+    assert len(grid_of("[sweep]\ndraws = 9\ntied = [true, false]").points) == 2  # every point
+
+
+def test_invalid_grids_are_rejected(grid_of):
+    for text, words in (
+        ("steps = 3", "requires a table"),
+        ("[sweep]\ndraws = 3", "no settings that vary"),
+        ("[sweep]\nlr = 0.1", "a list of values or a range"),
+        ("[sweep]\nlr = []", "a list of values"),
+        ("[sweep]\nlr = [0.1, -1]", "lr must be above 0, not -1"),
+        ("[sweep]\nlrr = [1]", "did you mean 'lr'"),
+        ("stepps = 1\n[sweep]\nlr = [1]", "did you mean 'steps'"),
+        ("[sweep]\nlr = {low = 1}", "a range must be"),
+        ("[sweep]\nlr = {low = 1, high = 2}", "draws = N"),
+        ("[sweep]\ndraws = 1\nlr = {low = 2, high = 1}", "must be less than high"),
+        ('[sweep]\ndraws = 1\nmin_lr = {low = 0, high = 1, scale = "log"}', "above 0 for log"),
+        ("[sweep]\ndraws = 1\ntied = {low = 0, high = 1}", "a range must be"),
+        ("[sweep]\nseed = {low = 0, high = 1}", "seed must be a list"),
+        ("lr = 1\n[sweep]\nlr = [1]", "set twice"),
+        ('[sweep]\nlr = [1]\nmetric = "los"', "did you mean 'loss'"),
+        ("[sweep]\nlr = [1]\neta = 1", "eta must"),
+        (f"[sweep]\nlr = {list(range(1, 200))}\nsteps = {list(range(1, 200))}", "more than 10,000 runs"),
+    ):
+        with pytest.raises(UsageError, match=words):
+            grid_of(text)
+
+
+def test_command_line_settings_apply_to_all_runs(tmp_path):
+    path = tmp_path / "grid.toml"
+    path.write_text("steps = 9\nn_layer = 2\n[sweep]\nlr = [0.1, 0.2]\n")
+    assert read_grid(path, {"steps": 5, "rope_base": 500.0}).fixed == {"steps": 5, "n_layer": 2, "rope_base": 500.0}
+    with pytest.raises(UsageError, match="lr is set twice"):
+        read_grid(path, {"lr": 0.3})
+
+
+def result(*values, stop=""):
+    return Result([Rung(i + 1, val_loss=value) for i, value in enumerate(values)], stop)
+
+
+def test_best_points_are_promoted_by_seed_mean():
+    grid = Grid({}, {name: {"data": name} for name in "abcde"}, [1, 2], rungs=3, eta=2.0)
+    assert [grid.until(rung, 100) for rung in range(3)] == [25, 50, 100]
+    first = {"a": (3, 3), "b": (1, 4), "c": (2, 2), "d": (0, None), "e": (2.4, 2.4)}
+    runs = {run.name: run.point for run in grid.runs()}
+    results = {}
+    for name, point in runs.items():
+        value = first[point][name.endswith("2")]
+        results[name] = result(stop="not finite") if value is None else result(value)
+    assert on_rung(grid, results, 0) == list("abcde")
+    assert on_rung(grid, results, 1) == ["c", "e", "b"]  # three of five; a run of d failed
+    for name, point in runs.items():
+        if point in "ceb":
+            results[name] = result(1.0, {"c": 1.0, "e": 0.9, "b": 2.0}[point])
+    assert on_rung(grid, results, 2) == ["e", "c"]
+
+
+def test_sweep_accepts_new_runs_but_no_changes(tmp_path):
+    def grid(**more):
+        return Grid(**{"fixed": {"steps": 3}, "points": {"a": {"lr": 1.0}}, "seeds": [1]} | more)
+
+    begin(tmp_path / "out", grid())
+    begin(tmp_path / "out", grid(points={"b": {"lr": 2.0}, "a": {"lr": 1.0}}, seeds=[1, 2]))
+    assert list(read_back(tmp_path / "out").points) == ["b", "a"]
+    for changed, words in (
+        ({"fixed": {"steps": 4}}, r"another grid \(steps, "),
+        ({"fixed": {"steps": 3, "lr": 1.0}}, r"\(lr, "),
+        ({"rungs": 2}, r"\(rungs, "),
+        ({"seeds": [2]}, r"lr=1,seed=1.* changed"),
+    ):
+        with pytest.raises(UsageError, match=words):
+            begin(tmp_path / "out", grid(**changed))
+    with pytest.raises(UsageError, match="has no sweep"):
+        begin(tmp_path, grid())
+
 
 SMALL = """
 preset = "tiny-adamw"
@@ -30,16 +145,7 @@ warmup = 0
 schedule = "wsd"
 steps = 9
 """
-HALVING = (
-    SMALL
-    + """
-[sweep]
-lr = [1e-3, 1e-2, 2e-2, 1e30]
-seed = [1, 2]
-rungs = 2
-eta = 2
-"""
-)
+HALVING = f"{SMALL}[sweep]\nlr = [1e-3, 1e-2, 2e-2, 1e30]\nseed = [1, 2]\nrungs = 2\neta = 2\n"
 NAMES = [f"lr={lr},seed={seed}" for lr in ("0.001", "0.01", "0.02", "1e+30") for seed in (1, 2)]
 
 
@@ -61,14 +167,11 @@ def results(folder):
 
 
 def losses(folder):
-    """The validation losses of every run, by step."""
-    return {
-        name: {rung["step"]: rung["val_loss"] for rung in found["rungs"]} for name, found in results(folder).items()
-    }
+    found = results(folder)
+    return {name: {rung["step"]: rung["val_loss"] for rung in found[name]["rungs"]} for name in found}
 
 
 def runs_in(done):
-    """How many lines tell of a run that has ended; while one takes long, others tell how far it is."""
     return len(re.findall(r"seed=\d: (?!step)", done.stderr))
 
 
@@ -80,7 +183,7 @@ def swept(tmp_path_factory):
     return folder, done
 
 
-def test_the_worse_half_ends_early_and_a_run_that_diverges_is_a_row(swept):
+def test_sweep_stops_worse_half_and_lists_divergence(swept):
     folder, done = swept
     found = losses(folder)
     assert sorted(found) == sorted(NAMES)
@@ -88,7 +191,7 @@ def test_the_worse_half_ends_early_and_a_run_that_diverges_is_a_row(swept):
     worst = max(means, key=means.get)
     for name, of_run in found.items():
         lr = name.partition(",")[0].removeprefix("lr=")
-        stop = json.loads((folder / "out" / name / "summary.json").read_text())["stop"]
+        stop = summary(folder / "out" / name)["stop"]
         assert stop == ("not finite" if lr == "1e+30" else "ended early" if lr == worst else "finished")
         assert list(of_run) == ([] if lr == "1e+30" else [4] if lr == worst else [4, 9]), name
     assert {found["stop"] for found in results(folder).values()} == {"", "not finite"}
@@ -102,16 +205,14 @@ def test_the_worse_half_ends_early_and_a_run_that_diverges_is_a_row(swept):
     first = points[0]["rungs"][-1]
     assert points[0]["state"] == "best" and f"{first['mean']:.4f} ± {first['spread']:.4f}" in done.stdout
     assert points[-1]["rungs"] == [] and points[-1]["state"] == "not finite"
-    for name in NAMES:  # of what is finished no checkpoint is kept
+    for name in NAMES:  # finished runs keep no checkpoint
         assert len([*(out / name / "checkpoints").glob("*")]) == (len(found[name]) == 1), name
 
 
-def test_a_run_that_was_stopped_at_a_rung_is_the_run_of_the_whole_schedule(swept, tmp_path):
-    """By the best configuration, which `distgpt train` takes."""
+def test_promoted_run_equals_uninterrupted_run(swept, tmp_path):
     folder, first = swept
     best = folder / "out" / "best.toml"
-    done = inside("train", "--config", best, "--seed", "2", "--threads", "1", "--out", tmp_path / "run")
-    assert done.returncode == 0, done.stderr
+    succeeded("train", "--config", best, "--seed", "2", "--threads", "1", "--out", tmp_path / "run")
     chosen = next(line for line in best.read_text().splitlines() if line.startswith("lr = "))
     own = folder / "out" / f"lr={float(chosen.split()[-1]):g},seed=2" / "weights.safetensors"
     assert own.read_bytes()[-4096:] == (tmp_path / "run" / "weights.safetensors").read_bytes()[-4096:]
@@ -121,13 +222,13 @@ def test_a_run_that_was_stopped_at_a_rung_is_the_run_of_the_whole_schedule(swept
 
 
 @pytest.mark.slow
-def test_a_sweep_that_is_interrupted_resumes_and_ends_as_if_not(swept, tmp_path, monkeypatch):
+def test_interrupted_sweep_resumes_with_equal_results(swept, tmp_path, monkeypatch):
     folder, done = written(tmp_path, HALVING), swept[1]
     steps = []
 
     def stepped(self, metrics):
         steps.append(metrics["step"])
-        if len(steps) in (6, 30):  # in the second run; on the second rung
+        if len(steps) in (6, 30):  # during the second run; on the second rung
             os.kill(os.getpid(), signal.SIGINT)
 
     monkeypatch.setattr(work.Listener, "stepped", stepped)
@@ -142,14 +243,14 @@ def test_a_sweep_that_is_interrupted_resumes_and_ends_as_if_not(swept, tmp_path,
 
 
 @pytest.mark.ci
-def test_a_sweep_ends_before_its_time_limit(tmp_path):
+def test_sweep_ends_before_its_time_limit(tmp_path):
     folder = written(tmp_path, SMALL.replace("steps = 9", "steps = 1000000") + "[sweep]\nlr = [1e-3]")
     stopped = sweep(folder, "--time-limit", "4s")
     assert stopped.returncode == 75 and "time limit reached; to resume the sweep" in stopped.stderr
     assert list((folder / "out" / "lr=0.001" / "checkpoints").iterdir())
 
 
-def test_runs_that_are_added_are_trained_alone(swept, tmp_path):
+def test_sweep_trains_only_added_runs(swept, tmp_path):
     folder = written(tmp_path, SMALL + "[sweep]\nlr = [1e-3]")
     assert sweep(folder).returncode == 0
     written(tmp_path, SMALL + "[sweep]\nlr = [1e-2, 1e-3]")
@@ -159,7 +260,7 @@ def test_runs_that_are_added_are_trained_alone(swept, tmp_path):
     refused(sweep(folder), 2, "lr=0.001 changed")
 
 
-def test_what_fails_for_another_reason_is_tried_again(tmp_path):
+def test_sweep_retries_failed_runs(tmp_path):
     folder = written(tmp_path, SMALL + "[sweep]\nval_tokens = [0]")
     assert sweep(folder).returncode == 0
     written(folder, SMALL + "[sweep]\nval_tokens = [0, 64]")
@@ -177,7 +278,7 @@ def test_what_fails_for_another_reason_is_tried_again(tmp_path):
     refused(sweep(folder), 65, "result.json")
 
 
-def test_a_preview_writes_nothing(tmp_path):
+def test_sweep_dry_run_writes_nothing(tmp_path):
     found = sweep(written(tmp_path, HALVING), "--dry-run")
     assert found.returncode == 0, found.stderr
     for words in (*NAMES, "8 runs", "rung 1: 4 points of 2 seeds to step 4,"):
@@ -185,7 +286,7 @@ def test_a_preview_writes_nothing(tmp_path):
     assert not (tmp_path / "out").exists()
 
 
-def test_a_run_that_another_process_has_locked_is_left_to_it(swept):
+def test_sweep_skips_locked_runs(swept):
     ledger = Ledger(swept[0] / "out", read_back(swept[0] / "out"))
     run = ledger.runs[0]
     lock = ledger.path / "results" / run.name / "running.json"
@@ -198,7 +299,7 @@ def test_a_run_that_another_process_has_locked_is_left_to_it(swept):
     assert not lock.exists()
 
 
-def test_runs_with_different_tokenizers_are_compared_in_bits_per_byte(tmp_path):
+def test_sweep_compares_tokenizers_in_bits_per_byte(tmp_path):
     text = SMALL.replace('tokenizer = "word"', "") + '[sweep]\ntokenizer = ["word", "byte"]\n'
     refused(sweep(written(tmp_path, text)), 2, "the tokenizer", 'metric = "bits_per_byte"')
     assert not (tmp_path / "out").exists()
@@ -208,7 +309,7 @@ def test_runs_with_different_tokenizers_are_compared_in_bits_per_byte(tmp_path):
     assert float(best[2]) < float(other[2])
 
 
-def test_grids_of_which_no_run_can_finish(tmp_path):
+def test_sweep_rejects_grids_without_valid_runs(tmp_path):
     for text, code, words in (
         (SMALL.replace("val_fraction = 0.1", "") + "[sweep]\nlr = [0.1]", 2, "no validation data"),
         (SMALL + "[sweep]\nn_kv_head = [1, 3]", 2, "n_kv_head=3: n_head (2) must be a multiple"),
@@ -222,10 +323,8 @@ def test_grids_of_which_no_run_can_finish(tmp_path):
     assert done.returncode == 76 and "has finished" in done.stderr
 
 
-@pytest.mark.ranks
-@pytest.mark.slow
-@needs_mpi
-def test_ranks_share_the_runs_and_find_the_same(swept, tmp_path):
+@slow_ranks
+def test_ranks_share_sweep_runs(swept, tmp_path):
     folder = written(tmp_path, HALVING)
     done = sweep(folder, run=distgpt, ranks=2)
     assert done.returncode == 0, done.stderr

@@ -21,7 +21,7 @@ _LOCAL = "parallel/test_local_steps.py"
 _SUMMED, _SAME_BITS = "parallel/test_gradsync.py", "parallel/test_same_bits.py"
 _IN_MEMORY = "parallel/test_node_memory.py"
 _OVERLAPPED = "gpu/test_gradsync_gpu.py -k overlapped_matches"
-_LANES = "inference/test_lanes.py -k float32 or int8"
+_SLOTS = "inference/test_slots.py -k float32 or int8"
 _IN_ANY_ORDER = "inference/test_engine.py -k in_any_order"
 _SERVED, _STRAINED = "inference/test_serve.py", "inference/test_serve_limits.py"
 _FAULTS = {
@@ -29,10 +29,10 @@ _FAULTS = {
         ("a job has two successors", '  if mkdir "$marker"', '  if mkdir -p "$marker"'),
         ("a deleted job is followed", 'if [ "$again" ] && [ -z "$ending" ]', 'if [ "$again" ]'),
     ],
-    ("core/cpu/compiling/barrier.py", _LANES): [
+    ("core/cpu/compiling/barrier.py", _SLOTS): [
         ("threads do not meet", "        barrier(counter, arrivals + n_threads)", "        pass")
     ],
-    ("inference/decoding/loops/cached_attention.py", _LANES): [
+    ("inference/decoding/loops/cached_attention.py", _SLOTS): [
         ("what a lane held is read", "line[j] = zip_narrowed(of[j], zero)", "put(line, 2 * j, of[j])"),
         (
             "later keys are seen",
@@ -41,7 +41,7 @@ _FAULTS = {
         ),
         ("keys are turned on", "a * c + b * s", "a * c - b * s"),
     ],
-    ("inference/decoding/compiled.py", "inference/test_compiled_lanes.py -k follows"): [
+    ("inference/decoding/compiled.py", "inference/test_compiled_slots.py -k follows"): [
         ("old weights answer", "before is not None and np.array_equal(before, checksums)", "before is not None")
     ],
     ("core/model/optim.py", _WIRED): [

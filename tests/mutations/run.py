@@ -223,17 +223,19 @@ class Choice:
             names = {name.rpartition(".")[2] for _, name in around if name}
             around = [place for name in names for place in self.names[name] if place not in reached]
             reached.update(around)
+        # What runs at import is recorded for no test but those that start a process.
+        others = set(self.of_file[file])
         if not tests:
-            tests = set(self.of_file[file])
             for other in self.imported[file]:
-                tests |= self.of_file[other]
+                others |= self.of_file[other]
         parts = file.split("/")
         mirror = "/".join(parts[: 1 + (parts[0] == "core")]) + "/"  # its tests are most likely here
 
         def rank(test):
-            return (0.05 + self.seconds[test]) * self.breadth[test] * (0.1 if test.startswith(mirror) else 1)
+            likely = (1 if test in tests else 10) * (0.1 if test.startswith(mirror) else 1)
+            return (0.05 + self.seconds[test]) * self.breadth[test] * likely
 
-        return sorted(tests, key=rank)
+        return sorted(tests | others, key=rank)
 
     def cut(self, tests, most, begin=0):
         count, limit = most

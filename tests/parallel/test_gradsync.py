@@ -1,4 +1,4 @@
-"""Gradients are summed in many ways, and the weights are those of one Allreduce."""
+"""All ways to sum gradients give the weights of one Allreduce."""
 
 import time
 from dataclasses import replace
@@ -42,16 +42,13 @@ def small_pieces():
         yield
 
 
-# Rounding to bfloat16
-
-
 def dithered(x, key=1):
     out = np.empty(len(x), np.uint16)
     dither(0, len(x), out, x, 0, key)
     return from_bfloat16(out)
 
 
-def test_bfloat16_is_rounded_to_either_side_and_right_on_average():
+def test_dither_is_unbiased():
     low, high = np.float32(1.0), np.float32(1.0078125)  # neighbours
     for share in (0.0, 0.1, 0.5, 0.9):
         x = np.full(40000, low + share * (high - low), np.float32)
@@ -63,8 +60,8 @@ def test_bfloat16_is_rounded_to_either_side_and_right_on_average():
     assert abs(dithered(values) / values - 1).max() < 2**-7
 
 
-def test_ranks_round_the_same_numbers_differently():
-    """Else their roundings would add up, and half of a sum of two would be a bfloat16 again."""
+def test_ranks_dither_differently():
+    """With equal rounding, half of a sum of two would be a bfloat16."""
 
     def half(comm):
         flat = values(0, 2000)
@@ -75,19 +72,15 @@ def test_ranks_round_the_same_numbers_differently():
         assert (found.view(np.uint32) & 0xFFFF != 0).mean() > 0.1
 
 
-def test_rounding_keeps_infinities_and_nans():
+def test_dither_keeps_infinities_and_nans():
     bits = np.array([0x7F800000, 0xFF800000, 0x7FFFFFFF, 0x7F800001, 0xFFC00000, 0x7F7FFFFF], np.uint32)
     for key in range(20):
         found = dithered(bits.view(np.float32), key)
         assert found[0] == np.inf and found[1] == -np.inf and np.isnan(found[2:5]).all()
-        assert found[5] >= 3.38e38  # the largest float32 becomes a neighbour, of which one is inf
-
-
-# Ways to sum
+        assert found[5] >= 3.38e38  # the largest float32 rounds to a neighbor or inf
 
 
 def values(rank, size):
-    """Numbers whose sum depends on the order in which they are added."""
     return (np.random.default_rng(rank).standard_normal(size) * 10.0 ** (rank % 4)).astype(np.float32)
 
 
@@ -132,7 +125,7 @@ def levels_in_memory(comm, grads):
 ONE_NODE = [(ranks, ranks) for ranks in (1, 2, 3, 4, 8)]
 POWERS, SPREAD = [(1, 1), (2, 2), (4, 4), (8, 8)], [(4, 2), (6, 3), (6, 2)]
 ANY = [*ONE_NODE, (2, 1), *SPREAD]
-# What sums, in which jobs (ranks, of a node), and what it must give to the bit; None: up to rounding.
+# The way to sum, jobs (ranks, ranks per node), and the exact result; None: up to rounding.
 WAYS = {
     "allreduce": (lambda comm, grads: Allreduce(comm, grads.flat, piece=2000), ANY, None),
     "parts": (partial(in_parts, "float32", False), ANY, lambda rows, _: in_order(rows)),
@@ -147,7 +140,6 @@ WAYS = {
 
 
 def summed(comm, make, size, start, stop, steps=1):
-    """A rank's numbers after each sum."""
     grads = gradients_in_node(comm, CpuKernels(), print, Layout([Spec("w", (size,))]), 0)
     way, found = make(comm, grads), []
     for step in range(steps):
@@ -161,7 +153,7 @@ def summed(comm, make, size, start, stop, steps=1):
 @pytest.mark.parametrize("name", WAYS)
 @given(data=st.data())
 @settings(max_examples=20)
-def test_every_way_adds_up_the_stretch_and_nothing_else(name, data):
+def test_every_way_sums_only_its_stretch(name, data):
     make, jobs, reference = WAYS[name]
     ranks, per_node = data.draw(st.sampled_from(jobs))
     size = data.draw(st.sampled_from((1, 10, 100, 5003, 30000)))
@@ -178,19 +170,19 @@ def test_every_way_adds_up_the_stretch_and_nothing_else(name, data):
         assert (flat[:start] == rows[rank, :start]).all() and (flat[stop:] == rows[rank, stop:]).all()
 
 
-def test_a_step_does_not_overwrite_what_another_rank_still_sums():
+def test_step_does_not_overwrite_pending_sums():
     wanted = in_order([values(rank, 40) for rank in range(3)])
     for each in on_all_ranks(3, lambda comm: summed(comm, in_memory, 40, 0, 40, steps=200)):
         assert all((flat == wanted).all() for flat in each)
 
 
 @given(start=st.integers(0, 20), size=st.integers(0, 2000), parts=st.integers(1, 9))
-def test_parts_are_even_and_begin_at_lines(start, size, parts):
+def test_parts_are_even_and_aligned(start, size, parts):
     bounds = bounds_of(start, start + size, parts)
     assert bounds[0] == start and bounds[-1] == start + size and len(bounds) == parts + 1
     assert all((bound - start) % 16 == 0 for bound in bounds[:-1])
     *sizes, last = [b - a for a, b in pairwise(bounds)]
-    assert len({*sizes}) <= 1 and all(0 <= each <= last for each in sizes)  # as NCCL requires
+    assert len({*sizes}) <= 1 and all(0 <= each <= last for each in sizes)  # required by NCCL
     assert last <= size / parts + 16 * parts
 
 
@@ -198,10 +190,10 @@ def overlapping(sum, between=lambda act: act()):
     return Overlapped(30000, SimpleNamespace(sum=sum), between, lambda: sum("flags", None, None), 0.5)
 
 
-def test_buckets_leave_when_a_recorded_pass_is_repeated_not_while_it_is_written_down():
+def test_buckets_are_sent_when_captured_pass_repeats():
     seen, recorded = [], []
     sync = overlapping(lambda *args: seen.append(args), recorded.append)
-    for _ in range(2):  # versions of the pass: rows without a target need another one
+    for _ in range(2):  # versions of the pass
         recorded.clear()
         for final in (1000, 6000, 6500, 12000):
             sync.ready(final)
@@ -216,7 +208,7 @@ def test_buckets_leave_when_a_recorded_pass_is_repeated_not_while_it_is_written_
             seen.clear()
 
 
-def test_a_failed_bucket_reaches_the_caller_and_no_later_one_is_summed():
+def test_failed_bucket_raises_and_stops_sums():
     seen = []
 
     def fail(start, stop, step):
@@ -229,9 +221,6 @@ def test_a_failed_bucket_reaches_the_caller_and_no_later_one_is_summed():
     with pytest.raises(OSError, match="gone"):
         sync.sum_gradients(0)
     assert seen == [0]
-
-
-# Steps of training
 
 
 @pytest.mark.parametrize("how", [{}, {"grad_sync": "sharded"}, {"gradient_dtype": "bfloat16"}, {"outer_every": 2}])
@@ -252,11 +241,8 @@ def test_gaps_between_tensors_stay_zero(how):
 
 @pytest.mark.parametrize("wire", ["float32", "bfloat16"])
 @pytest.mark.parametrize("ranks, per_node", [(1, 1), (2, 2), (3, 3), (4, 2)])
-def test_every_mode_gives_the_weights_of_one_allreduce(ranks, per_node, wire, monkeypatch):
-    """To the bit on two ranks, where nothing can be added in another order, and in memory of a node.
-
-    `ThreadComm.sum` adds in the order of the ranks, too.
-    """
+def test_modes_match_one_allreduce(ranks, per_node, wire, monkeypatch):
+    """Results are bitwise identical on two ranks and in memory of a node, which sum in rank order."""
     with monkeypatch.context() as patched:
         patched.setattr(Chosen, "make_gradients", lambda self, comm, model, say: model.make_gradients())
         packed = on_all_ranks(ranks, trained, per_node)
@@ -284,11 +270,8 @@ def test_every_mode_gives_the_weights_of_one_allreduce(ranks, per_node, wire, mo
             assert (again[0][1][-1] == found[0][1][-1]).all(), mode
 
 
-# Parts of the sharded mode
-
-
 @given(size=st.integers(1, 50000), ranks=st.integers(1, 6))
-def test_shards_cover_everything_and_only_sharded_has_them(size, ranks):
+def test_shards_cover_the_layout(size, ranks):
     layout = Layout([Spec("w", (size,))])
     assert Chosen(CONFIG, ranks).placement.own(layout, 0) is None
     owned = [Chosen(SHARDED, ranks).placement.own(layout, rank) for rank in range(ranks)]
@@ -301,7 +284,7 @@ def test_shards_cover_everything_and_only_sharded_has_them(size, ranks):
 
 
 @given(start=st.integers(0, 60), stop=st.integers(0, 60))
-def test_stretches_of_a_part_are_those_of_the_whole(start, stop):
+def test_part_stretches_match_the_whole(start, stop):
     sizes = (("a", 10, MATRIX), ("b", 3, MATRIX), ("c", 5, VECTOR), ("d", 20, MATRIX))
     layout = Layout(Spec(name, (size,), group) for name, size, group in sizes)
     decayed = np.zeros((2, layout.size), int)
@@ -314,7 +297,7 @@ def test_stretches_of_a_part_are_those_of_the_whole(start, stop):
     assert not decayed[1, :start].any() and not decayed[1, max(start, stop) :].any()
 
 
-def test_moments_are_gathered_tensor_by_tensor_and_an_error_reaches_all():
+def test_moments_are_gathered_by_tensor():
     def gathered(comm, act):
         model = model_of()
         optimizer = AdamW(model, CONFIG, Chosen(SHARDED, comm.size).placement.own(model.layout, comm.rank))

@@ -1,4 +1,4 @@
-"""Local steps: ranks train alone for a round, and then take one step together."""
+"""Local steps: ranks train separately for a round, and then take a common step."""
 
 import os
 from dataclasses import replace
@@ -29,7 +29,6 @@ def rounds_of(t, ranks):
 
 
 def gradients_of(model, rank, ranks, step):
-    """The loss of a rank's part of the batch, and its gradients."""
     each = CONFIG.batch_size // (2 * ranks)
     work, x, y = Pass(model, each, 8, training=True), *np.empty((2, each, 8), np.int32)
     for part in (0, 1):
@@ -39,7 +38,7 @@ def gradients_of(model, rank, ranks, step):
 
 
 def by_hand(ranks, steps):
-    """The same in float64 from the formulas, but for the gradients."""
+    """Compute the steps in float64 by the formulas, except for the gradients."""
     c, model = LOCAL, model_of()
     weights = [model.weights.flat.astype(np.float64) for _ in range(ranks)]
     m, v = np.zeros((2, ranks, len(weights[0])))
@@ -70,7 +69,7 @@ def by_hand(ranks, steps):
 
 
 @pytest.mark.parametrize("ranks", [2, 3])
-def test_rounds_are_those_of_the_formula(ranks):
+def test_rounds_match_the_formula(ranks):
     wanted, known = by_hand(ranks, 10)
     found = on_all_ranks(ranks, lambda comm: trained(comm, LOCAL, 10))
     for rank, (_, seen, read) in enumerate(found):
@@ -81,7 +80,7 @@ def test_rounds_are_those_of_the_formula(ranks):
             assert same == (rank == 0 or rounds_of(LOCAL, ranks).ends(step + 1)), step
 
 
-def test_a_round_that_has_ended_ends_once():
+def test_ended_round_ends_once():
     def act(comm):
         work, seen, _ = trained(comm, LOCAL, 4)
         work.exchange.end_round(4)
@@ -91,7 +90,7 @@ def test_a_round_that_has_ended_ends_once():
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_all_modes_and_types_exchange_the_same_changes(dtype):
+def test_modes_and_types_exchange_equal_changes(dtype):
     local = replace(LOCAL, dtype=dtype)
     one_node, two_nodes = (on_all_ranks(4, lambda comm: trained(comm, local, 8), per_node) for per_node in (4, 2))
     near = 1e-5 if dtype == "float32" else 2e-2
@@ -107,7 +106,7 @@ def test_all_modes_and_types_exchange_the_same_changes(dtype):
         assert 0 < abs(found[3] - packed[3]).max() < 2**-6 * moved
 
 
-def test_one_rank_that_cannot_use_its_gradients_stops_the_step_of_all():
+def test_bad_gradients_of_one_rank_stop_all():
     def rejection_reason(loss, norm):
         return "" if np.isfinite(loss) and np.isfinite(norm) else "not finite"
 
@@ -116,17 +115,12 @@ def test_one_rank_that_cannot_use_its_gradients_stops_the_step_of_all():
         before = work.model.weights.flat.copy()
         if comm.rank == 1:
             work.model.weights["wte"][0, 0] = np.inf
-        result = work.launch(0, batches_of())
-        return result.rejected, (work.model.weights.flat == before).all()
+        return work.launch(0, batches_of()).rejected, (work.model.weights.flat == before).all()
 
     assert on_all_ranks(2, with_fault) == [("not finite", True), ("not finite", False)]
 
 
-# Checkpoints
-
-
 def saved(comm, out, at, config=LOCAL):
-    """Take steps and save a checkpoint."""
     work, *_ = trained(comm, config, at)
     description, gathering = Description(RunConfig(model=MODEL), None), work.state.gathering(comm)
     how = (work.model, work.optimizer, RunDirectory(out), description, config, lambda text: None, comm)
@@ -135,7 +129,6 @@ def saved(comm, out, at, config=LOCAL):
 
 
 def resumed(comm, out, at, config=LOCAL, steps=10):
-    """Go on as in another process; return the weights after each further step."""
     work = steps_of(comm, config)
     work.model.weights.flat[...] = 7
     restore(comm, work.state, out / "checkpoints" / f"step-{at:08d}")
@@ -147,7 +140,7 @@ def resumed(comm, out, at, config=LOCAL, steps=10):
 
 
 @pytest.mark.parametrize("at", [3, 4])
-def test_a_run_resumes_exactly_also_within_a_round(at, tmp_path):
+def test_resume_within_a_round_is_exact(at, tmp_path):
     wanted = on_all_ranks(3, lambda comm: trained(comm, LOCAL, 10)[1])
     on_all_ranks(3, lambda comm: saved(comm, tmp_path, at))
     found = on_all_ranks(3, lambda comm: resumed(comm, tmp_path, at))
@@ -158,7 +151,7 @@ def test_a_run_resumes_exactly_also_within_a_round(at, tmp_path):
     assert files == {"weights", "optimizer", "outer"} | others
 
 
-def test_weights_within_a_round_are_the_mean_and_other_ranks_begin_with_them(tmp_path):
+def test_weights_within_a_round_are_the_mean(tmp_path):
     on_all_ranks(3, lambda comm: saved(comm, tmp_path, 6))
     wanted = np.mean([seen[5] for _, seen, _ in on_all_ranks(3, lambda comm: trained(comm, LOCAL, 6))], axis=0)
     model = model_of()
@@ -180,7 +173,7 @@ def test_weights_within_a_round_are_the_mean_and_other_ranks_begin_with_them(tmp
             assert (moment == found[0][1]).all() == (rank % 3 == 0 or not outer_every)
 
 
-def test_the_exchange_counts_in_what_a_step_usually_takes():
+def test_pace_includes_the_exchange():
     t = LOCAL
 
     def pace(t, ranks, *seconds):
@@ -190,8 +183,7 @@ def test_the_exchange_counts_in_what_a_step_usually_takes():
     assert pace(t, 2, 1.0, 1.0, 1.0, 9.0).recent() == [1.0, 1.0, 1.0, 9.0]
     assert pace(t, 2, 1.0, 1.0, 1.0, 9.0).usual() == 9.0 and pace(t, 1, 1.0, 1.0, 9.0).usual() == 1.0
     assert pace(t, 2).usual() == 0.0
-    rare = replace(CONFIG, outer_every=300)
-    assert pace(rare, 2, *[1.0] * 299, 9.0, *[1.0] * 200).usual() == 9.0
+    assert pace(replace(CONFIG, outer_every=300), 2, *[1.0] * 299, 9.0, *[1.0] * 200).usual() == 9.0
     assert len(pace(replace(CONFIG, outer_every=0), 2, *[1.0] * 500).recent()) == 100
     assert rounds_of(t, 2).typical(0, [1.0, 1.0, 1.0, 9.0, 1.0]) == 3.0
     assert rounds_of(t, 1).typical(0, [1.0, 1.0, 1.0, 9.0, 1.0]) == 1.0
@@ -200,7 +192,7 @@ def test_the_exchange_counts_in_what_a_step_usually_takes():
     assert of_one.saved_buffers(is_common=False) == 3
 
 
-def test_changes_are_summed_in_memory_that_the_ranks_of_a_node_share(monkeypatch):
+def test_changes_are_summed_in_shared_memory(monkeypatch):
     def act(comm):
         exchange = steps_of(comm, LOCAL).exchange
         return exchange.name, type(exchange.changes).__name__
@@ -211,16 +203,13 @@ def test_changes_are_summed_in_memory_that_the_ranks_of_a_node_share(monkeypatch
     assert on_all_ranks(4, act, 2) == [("hierarchical", "Hierarchical")] * 4
 
 
-def test_runs_without_local_steps_begin_a_round_when_they_resume(tmp_path):
+def test_plain_runs_start_a_round_on_resume(tmp_path):
     on_all_ranks(2, lambda comm: saved(comm, tmp_path, 5, CONFIG))
     found = on_all_ranks(2, lambda comm: resumed(comm, tmp_path, 5, steps=8))
     assert (found[0][0] != found[1][0]).any() and (found[0][2] == found[1][2]).all()
 
 
-# What follows a step
-
-
-def test_what_is_due_within_a_round_waits_for_its_end():
+def test_due_actions_wait_for_end_of_round():
     t = replace(LOCAL, save_every=3, eval_every=5, sample_every=0, verify_every=8, steps=11)
     due = {step: due_after(t, step, rounds_of(t, 2), True, is_last=step == 11) for step in range(1, 12)}
     assert {step: what for step, what in due.items() if what} == {

@@ -1,7 +1,6 @@
-"""Gradients of a node's ranks are in memory that all of them share; test_gradsync.py sums there."""
+"""Shared memory for the gradients of a node's ranks; test_gradsync.py tests the sums."""
 
 import gc
-import json
 import os
 import resource
 import subprocess
@@ -19,10 +18,10 @@ from distgpt.parallel.node_memory import SharedGradients, shared_rows
 from steps import CONFIG, model_of, trained
 from threadranks import on_all_ranks
 
-from conftest import MPIRUN, losses, needs_mpi, trained_together
+from conftest import MPIRUN, ci_ranks, losses, summary, trained_together
 
 
-def test_rows_begin_at_pages_and_are_zero_and_of_the_given_type():
+def test_shared_rows_are_page_aligned_and_zero():
     for columns, dtype in product((1, 1024, 5000), (np.float32, np.float64)):
         for rows in on_all_ranks(3, lambda comm, c=columns, d=dtype: shared_rows(comm, c, np.dtype(d))):
             assert rows.dtype == dtype and rows.shape[0] == 3 and rows.shape[1] >= columns
@@ -30,53 +29,40 @@ def test_rows_begin_at_pages_and_are_zero_and_of_the_given_type():
             assert rows.ctypes.data % os.sysconf("SC_PAGESIZE") == 0
 
 
-# Which runs do so
-
-
 def shares_memory(comm, **how):
-    """Whether this rank's gradients are in shared memory, and the messages."""
     model, said = model_of(ranks=comm.size), []
     Chosen(replace(CONFIG, **how), comm.size).make_gradients(comm, model, said.append)
     return type(model.grads) is SharedGradients, said
 
 
-@pytest.mark.parametrize(
-    "ranks, per_node, how, shares",
-    [
-        (2, 2, {}, True),
-        (2, 2, {"reproducible_parts": 8}, True),
-        (4, 2, {"gradient_dtype": "bfloat16"}, True),
-        (4, 2, {}, True),
-        (4, 2, {"reproducible_parts": 8}, False),
-        (2, 1, {}, False),
-        (1, 1, {}, False),
-        (2, 2, {"grad_sync": "sharded"}, False),
-        (2, 2, {"gradient_dtype": "bfloat16"}, False),
-    ],
-)
-def test_ranks_of_a_node_share_memory_where_they_sum_by_themselves(ranks, per_node, how, shares):
+@pytest.mark.parametrize("ranks, per_node, how, shares", [
+    (2, 2, {}, True),
+    (2, 2, {"reproducible_parts": 8}, True),
+    (4, 2, {"gradient_dtype": "bfloat16"}, True),
+    (4, 2, {}, True),
+    (4, 2, {"reproducible_parts": 8}, False),
+    (2, 1, {}, False),
+    (1, 1, {}, False),
+    (2, 2, {"grad_sync": "sharded"}, False),
+    (2, 2, {"gradient_dtype": "bfloat16"}, False),
+])  # fmt: skip
+def test_ranks_share_memory_for_suitable_settings(ranks, per_node, how, shares):
     found = on_all_ranks(ranks, lambda comm: shares_memory(comm, **how), per_node)
     assert found == [(shares, [])] * ranks
-
-
-# Where it cannot be
 
 
 def open_files():
     return len([*Path("/proc/self/fd").iterdir()])
 
 
-@pytest.mark.parametrize(
-    "call, error, words",
-    [
-        ("memfd_create", OSError(1, "Operation not permitted"), "Operation not permitted"),
-        ("memfd_create", None, "this system has no memfd_create"),
-        ("open", FileNotFoundError(2, "No such file or directory"), "No such file or directory"),
-        ("ftruncate", OSError(27, "File too large"), "File too large"),
-        ("getrlimit", None, "ulimit -v"),  # each maps the rows of all
-    ],
-)
-def test_ranks_that_cannot_share_memory_say_so_and_mpi_sums(monkeypatch, call, error, words):
+@pytest.mark.parametrize("call, error, words", [
+    ("memfd_create", OSError(1, "Operation not permitted"), "Operation not permitted"),
+    ("memfd_create", None, "this system has no memfd_create"),
+    ("open", FileNotFoundError(2, "No such file or directory"), "No such file or directory"),
+    ("ftruncate", OSError(27, "File too large"), "File too large"),
+    ("getrlimit", None, "ulimit -v"),  # each rank maps all rows
+])  # fmt: skip
+def test_ranks_without_shared_memory_use_mpi(monkeypatch, call, error, words):
     def fail(*args):
         raise error
 
@@ -86,7 +72,7 @@ def test_ranks_that_cannot_share_memory_say_so_and_mpi_sums(monkeypatch, call, e
         monkeypatch.setattr(os, call, fail)
     else:
         monkeypatch.delattr(os, call)
-    gc.collect()  # earlier tests' memory, each piece of which has a descriptor
+    gc.collect()  # releases descriptors of earlier tests
     descriptors = open_files()
     for shared, said in on_all_ranks(2, shares_memory):
         assert not shared and len(said) == 1 and words in said[0]
@@ -96,8 +82,8 @@ def test_ranks_that_cannot_share_memory_say_so_and_mpi_sums(monkeypatch, call, e
         assert work.exchange.name == "allreduce"
 
 
-def test_no_node_shares_memory_where_another_one_cannot(monkeypatch):
-    """Ranks on both would make other calls of MPI."""
+def test_nodes_share_memory_only_if_all_can(monkeypatch):
+    """Otherwise the nodes' MPI calls would differ."""
     here, real = threading.local(), os.memfd_create
 
     def fails_on_the_second_node(name):
@@ -114,8 +100,8 @@ def test_no_node_shares_memory_where_another_one_cannot(monkeypatch):
     assert on_all_ranks(4, act, per_node=2) == [(False, 1)] * 4
 
 
-def test_another_process_s_file_of_the_same_number_is_not_taken_for_it(monkeypatch):
-    """Ranks in containers of their own number their processes alike."""
+def test_foreign_file_descriptor_is_rejected(monkeypatch):
+    """Ranks in separate containers can have equal process IDs."""
     real, other = os.open, os.memfd_create("another")
     monkeypatch.setattr(os, "open", lambda *args: real(f"/proc/self/fd/{other}", *args[1:]))
     try:
@@ -123,9 +109,6 @@ def test_another_process_s_file_of_the_same_number_is_not_taken_for_it(monkeypat
             assert isinstance(error, UsageError) and "separate process IDs" in str(error)
     finally:
         os.close(other)
-
-
-# Real ranks
 
 
 SPLIT_TWICE = r"""
@@ -138,22 +121,17 @@ print(line, end="")  # in one write also where output is unbuffered, between tho
 """
 
 
-@pytest.mark.ci
-@pytest.mark.ranks
-@needs_mpi
+@ci_ranks
 def test_ranks_are_split_by_node_once(monkeypatch):
-    """Communicators are few (MPICH has 2048), and none of these is freed."""
+    """MPICH has 2,048 communicators, and these are never freed."""
     monkeypatch.setenv("MPIR_CVAR_NUM_CLIQUES", "2")  # MPICH's
-    run = subprocess.run(
-        [MPIRUN, "-n", "4", sys.executable, "-c", SPLIT_TWICE], capture_output=True, text=True, timeout=60
-    )
+    words = [MPIRUN, "-n", "4", sys.executable, "-c", SPLIT_TWICE]
+    run = subprocess.run(words, capture_output=True, text=True, timeout=60)
     assert run.stdout.splitlines() == ["2 2 True True"] * 4, run.stderr
 
 
-@pytest.mark.ci
-@pytest.mark.ranks
-@needs_mpi
-def test_runs_of_three_ranks_repeat_and_resume_to_the_bit(tmp_path):
+@ci_ranks
+def test_three_ranks_repeat_and_resume_identically(tmp_path):
     words = ["--steps", "9", "--batch-size", "9", "--schedule", "constant", "--save-every", "3"]
     runs = [(tmp_path / name, words) for name in ("one", "two")]
     runs += [(tmp_path / "cut", [*words, "--steps", "4"]), (tmp_path / "cut", [*words, "--resume", "auto"])]
@@ -162,4 +140,4 @@ def test_runs_of_three_ranks_repeat_and_resume_to_the_bit(tmp_path):
     for name in ("two", "cut"):
         assert losses(tmp_path / name) == losses(tmp_path / "one")
         assert (tmp_path / name / "weights.safetensors").read_bytes() == whole
-        assert json.loads((tmp_path / name / "summary.json").read_text())["allreduce"] == "shared memory"
+        assert summary(tmp_path / name)["allreduce"] == "shared memory"

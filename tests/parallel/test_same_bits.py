@@ -1,4 +1,4 @@
-"""--reproducible-parts and --deterministic: the same bits on any number of ranks and threads."""
+"""--reproducible-parts and --deterministic: identical results for any ranks and threads."""
 
 from dataclasses import replace
 from itertools import product
@@ -19,7 +19,7 @@ from steps import CONFIG, MODEL, trained
 from test_gradsync import by_twos
 from threadranks import on_all_ranks
 
-from conftest import SMALL, inside, needs_mpi
+from conftest import SMALL, inside, slow_ranks, succeeded
 
 PARTS = replace(CONFIG, batch_size=16, reproducible_parts=8, grad_accum=0, matmul="auto")
 
@@ -30,7 +30,7 @@ def units_of(count, size):
 
 
 @pytest.mark.parametrize("count, threads", [(1, 1), (2, 1), (4, 2), (8, 1), (16, 2)])
-def test_a_tree_of_units_on_one_rank(count, threads):
+def test_tree_of_units_on_one_rank(count, threads):
     layout = Layout([Spec("a", (9001,))])
     units = units_of(count, layout.size + 1)
     kernels = CpuKernels(threads=threads)
@@ -46,7 +46,7 @@ def test_a_tree_of_units_on_one_rank(count, threads):
 
 
 @pytest.mark.parametrize("count", [1, 2, 4, 8])
-def test_a_tree_over_ranks(count):
+def test_tree_over_ranks(count):
     parts = units_of(count, 10007)
     total, taken = np.full(10007, np.nan, np.float32), parts.copy()
     sums.add_tree(0, 5000, total, taken)
@@ -62,7 +62,6 @@ def test_a_tree_over_ranks(count):
 
 
 def bits(ranks, threads=1, **how):
-    """The losses and the weights of each rank."""
     config = replace(PARTS, **how)
     config = replace(config, grad_accum=config.reproducible_parts // ranks or 1)
 
@@ -78,7 +77,7 @@ def bits(ranks, threads=1, **how):
 
 @pytest.mark.ci
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_ranks_threads_and_sharding_change_no_bit(dtype, monkeypatch):
+def test_results_are_identical_for_any_ranks_and_threads(dtype, monkeypatch):
     monkeypatch.setattr(ways, "PIECE", 3000)
     (wanted,) = bits(1, dtype=dtype)
     for (ranks, threads), sync in product(((1, 2), (2, 1), (2, 2), (4, 1), (8, 1)), ("allreduce", "sharded")):
@@ -91,7 +90,7 @@ def test_ranks_threads_and_sharding_change_no_bit(dtype, monkeypatch):
     assert np.allclose(usual[0], wanted[0], rtol=1e-5 if dtype == "float32" else 2e-2)
 
 
-def test_units_decide_the_micro_batches_and_matmul():
+def test_units_decide_micro_batches_and_matmul():
     assert TrainConfig(reproducible_parts=4).matmul_backend == "own" and TrainConfig().matmul_backend == "auto"
     assert TrainConfig(reproducible_parts=4, matmul="blas").matmul_backend == "blas"
     assert [usual_parts(batch) for batch in (1, 6, 12, 16, 24)] == [1, 2, 4, 8, 8]
@@ -100,9 +99,8 @@ def test_units_decide_the_micro_batches_and_matmul():
         assert fitting(run, CpuKernels(), Chosen(run.train, ranks), 1 << 40, "here")[0].grad_accum == 8 // ranks
 
 
-def test_the_flag_of_a_cpu_stage_is_a_setting_of_the_run(tmp_path):
-    result = inside("train", *SMALL, "--steps", "3", "--deterministic", "--out", tmp_path / "run")
-    assert result.returncode == 0, result.stderr
+def test_deterministic_flag_becomes_a_setting(tmp_path):
+    succeeded("train", *SMALL, "--steps", "3", "--deterministic", "--out", tmp_path / "run")
     saved = (tmp_path / "run" / "config.toml").read_text()
     assert "reproducible_parts = 8" in saved and 'matmul = "auto"' in saved
     (tmp_path / "my.toml").write_text("reproducible_parts = 2")
@@ -117,11 +115,8 @@ def test_the_flag_of_a_cpu_stage_is_a_setting_of_the_run(tmp_path):
     assert result.returncode == 2 and "--reproducible-parts" in result.stderr and not (tmp_path / "other").exists()
 
 
-@pytest.mark.ranks
-@pytest.mark.slow
-@needs_mpi
-def test_stages_are_compared_to_the_bit(tmp_path):
+@slow_ranks
+def test_bench_stages_are_bitwise_identical(tmp_path):
     words = [*SMALL, "--batch-size", "8", "--steps", "6"]
-    result = inside("bench", "stages", *words, "--deterministic", "--out", tmp_path / "compare")
-    assert result.returncode == 0, result.stderr
+    result = succeeded("bench", "stages", *words, "--deterministic", "--out", tmp_path / "compare")
     assert "in a single bit" in " ".join(result.stdout.split())

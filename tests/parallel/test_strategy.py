@@ -1,6 +1,5 @@
-"""How ranks share a step: what the settings choose, and shares by how fast ranks are."""
+"""Strategies of ranks: choice by settings, and shares by speed."""
 
-import json
 import subprocess
 import sys
 from dataclasses import replace
@@ -27,14 +26,14 @@ from hypothesis import strategies as st
 from steps import CONFIG, model_of, steps_of, trained
 from threadranks import on_all_ranks
 
-from conftest import SMALL, distgpt, losses, needs_mpi, train, trained_together
+from conftest import SMALL, distgpt, losses, slow_ranks, summary, train, trained_together, validations
 
 PARTS = {"reproducible_parts": 8, "batch_size": 16, "grad_accum": 0, "matmul": "auto"}
 LOCAL = {"outer_every": 4, "grad_accum": 0}
 AUTO = {"balance": "auto", "grad_accum": 0}
 
 
-def test_placement_micro_batches_and_exchange_are_chosen_apart():
+def test_strategy_parts_are_chosen_separately():
     model = model_of()
     model.make_gradients()
     for sync, outer, parts in product(GRAD_SYNCS, (0, 4), (0, 8)):
@@ -46,27 +45,24 @@ def test_placement_micro_batches_and_exchange_are_chosen_apart():
     assert type(components().strategy(CONFIG, 1)) is Strategy and type(components().strategy(CONFIG, 2)) is Chosen
 
 
-@pytest.mark.parametrize(
-    "ranks, on_gpu, words, how",
-    [
-        (2, False, ["--gradient-dtype bfloat16", "float64"], {"gradient_dtype": "bfloat16", "dtype": "float64"}),
-        (1, True, ["--reproducible-parts", "CPU stage"], PARTS),
-        (1, False, ["--reproducible-parts (6)"], {**PARTS, "reproducible_parts": 6, "batch_size": 12}),
-        (1, False, ["--reproducible-parts (8)", "--batch-size (12)"], {**PARTS, "batch_size": 12}),
-        (3, False, ["--reproducible-parts (8)", "ranks (3)"], PARTS),
-        (16, False, ["--reproducible-parts (8)", "ranks (16)"], PARTS),
-        (2, False, ["--deterministic", "--grad-sync allreduce"], {**PARTS, "grad_sync": "overlapped"}),
-        (2, False, ["--deterministic", "--gradient-dtype float32"], {**PARTS, "gradient_dtype": "bfloat16"}),
-        (1, False, ["--deterministic", "--dtype float32"], {**PARTS, "dtype": "float64"}),
-        (1, False, ["--deterministic", "matmul"], {**PARTS, "matmul": "blas"}),
-        (2, False, ["--outer-every 4", "--grad-sync", "sharded"], {**LOCAL, "grad_sync": "sharded"}),
-        (2, False, ["--outer-every 4", "--grad-sync", "overlapped"], {**LOCAL, "grad_sync": "overlapped"}),
-        (2, False, ["--outer-every 4", "--deterministic"], {**LOCAL, "reproducible_parts": 8}),
-        (2, False, ["--balance auto", "--deterministic"], {**AUTO, "reproducible_parts": 8}),
-        (2, False, ["--balance auto", "--outer-every"], {**AUTO, "outer_every": 4}),
-    ],
-)
-def test_combinations_that_cannot_work_are_refused(ranks, on_gpu, words, how):
+@pytest.mark.parametrize("ranks, on_gpu, words, how", [
+    (2, False, ["--gradient-dtype bfloat16", "float64"], {"gradient_dtype": "bfloat16", "dtype": "float64"}),
+    (1, True, ["--reproducible-parts", "CPU stage"], PARTS),
+    (1, False, ["--reproducible-parts (6)"], {**PARTS, "reproducible_parts": 6, "batch_size": 12}),
+    (1, False, ["--reproducible-parts (8)", "--batch-size (12)"], {**PARTS, "batch_size": 12}),
+    (3, False, ["--reproducible-parts (8)", "ranks (3)"], PARTS),
+    (16, False, ["--reproducible-parts (8)", "ranks (16)"], PARTS),
+    (2, False, ["--deterministic", "--grad-sync allreduce"], {**PARTS, "grad_sync": "overlapped"}),
+    (2, False, ["--deterministic", "--gradient-dtype float32"], {**PARTS, "gradient_dtype": "bfloat16"}),
+    (1, False, ["--deterministic", "--dtype float32"], {**PARTS, "dtype": "float64"}),
+    (1, False, ["--deterministic", "matmul"], {**PARTS, "matmul": "blas"}),
+    (2, False, ["--outer-every 4", "--grad-sync", "sharded"], {**LOCAL, "grad_sync": "sharded"}),
+    (2, False, ["--outer-every 4", "--grad-sync", "overlapped"], {**LOCAL, "grad_sync": "overlapped"}),
+    (2, False, ["--outer-every 4", "--deterministic"], {**LOCAL, "reproducible_parts": 8}),
+    (2, False, ["--balance auto", "--deterministic"], {**AUTO, "reproducible_parts": 8}),
+    (2, False, ["--balance auto", "--outer-every"], {**AUTO, "outer_every": 4}),
+])  # fmt: skip
+def test_unsuited_combinations_are_rejected(ranks, on_gpu, words, how):
     with pytest.raises(UsageError) as refused:
         reject_unsuited(replace(CONFIG, **how), ranks, on_gpu)
     assert all(word in str(refused.value) for word in words)
@@ -74,23 +70,20 @@ def test_combinations_that_cannot_work_are_refused(ranks, on_gpu, words, how):
         reject_unsuited(replace(CONFIG, **how), 1, on_gpu)
 
 
-def test_combinations_that_work_are_accepted():
+def test_suited_combinations_are_accepted():
     for sync, wire in product(GRAD_SYNCS, ("float32", "bfloat16")):
         reject_unsuited(TrainConfig(grad_sync=sync, gradient_dtype=wire), 2, on_gpu=True)
     for ranks, on_gpu, how in ((2, False, PARTS), (2, True, {"outer_every": 4}), (2, False, AUTO)):
         reject_unsuited(replace(CONFIG, **how), ranks, on_gpu)
 
 
-@pytest.mark.parametrize(
-    "able, ranks, mode, refused",
-    [
-        ((0,), 2, "overlapped", True),
-        ((0, 1), 2, "overlapped", False),
-        ((), 2, "allreduce", False),
-        ((), 1, "overlapped", False),
-    ],
-)
-def test_overlapped_needs_threads_of_mpi_on_every_rank(able, ranks, mode, refused):
+@pytest.mark.parametrize("able, ranks, mode, refused", [
+    ((0,), 2, "overlapped", True),
+    ((0, 1), 2, "overlapped", False),
+    ((), 2, "allreduce", False),
+    ((), 1, "overlapped", False),
+])  # fmt: skip
+def test_overlapped_requires_mpi_threads_on_all_ranks(able, ranks, mode, refused):
     def act(comm):
         comm.is_threadsafe = comm.rank in able
         Chosen(replace(CONFIG, grad_sync=mode), comm.size).refuse_unable(comm, on_gpu=False)
@@ -98,17 +91,14 @@ def test_overlapped_needs_threads_of_mpi_on_every_rank(able, ranks, mode, refuse
     assert ["MPI_THREAD_MULTIPLE" in str(found) for found in on_all_ranks(ranks, act)] == [refused] * ranks
 
 
-@pytest.mark.parametrize(
-    "how, ranks, wanted",
-    [
-        ({}, 2, []),
-        ({"grad_sync": "sharded"}, 2, []),
-        ({"outer_every": 2}, 1, []),
-        ({"outer_every": 2}, 2, ["nesterov"]),
-        (PARTS, 1, ["each"]),
-    ],
-)
-def test_only_what_was_chosen_is_compiled_before_the_first_step(how, ranks, wanted, monkeypatch):
+@pytest.mark.parametrize("how, ranks, wanted", [
+    ({}, 2, []),
+    ({"grad_sync": "sharded"}, 2, []),
+    ({"outer_every": 2}, 1, []),
+    ({"outer_every": 2}, 2, ["nesterov"]),
+    (PARTS, 1, ["each"]),
+])  # fmt: skip
+def test_warmup_compiles_only_chosen_loops(how, ranks, wanted, monkeypatch):
     model, called = model_of(), []
     for name in ("nesterov", "each"):
         plain = getattr(model.kernels, name)
@@ -119,7 +109,7 @@ def test_only_what_was_chosen_is_compiled_before_the_first_step(how, ranks, want
 
 @pytest.mark.ci
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_a_sample_needs_no_loop_that_was_not_there_before_the_first_step(dtype):
+def test_sample_needs_no_new_loops(dtype):
     code = f"""
 from distgpt.core.config import ModelConfig, RunConfig, TrainConfig
 from distgpt.core.cpu.compiling import disk_cache
@@ -143,17 +133,14 @@ print(len(before) > 20, disk_cache.used - before)
     assert result.stdout.split("\n")[0] == "True set()", result.stdout
 
 
-# Shares by speed
-
-
-def test_shares_follow_speed_and_no_split_is_faster():
+def test_shares_follow_speed():
     assert shares_by([1, 1], 8) == [4, 4] and shares_by([1, 3], 8) == [6, 2]
     assert shares_by([1, 1000], 8) == [7, 1] and shares_by([5, 4, 3], 3) == [1, 1, 1]
     assert shares_by([100, 101], 8) == [4, 4] and shares_by([100, 120], 64) == [35, 29]
 
 
 @given(seconds=st.tuples(st.integers(1, 99), st.integers(1, 99)), total=st.integers(2, 80))
-def test_no_split_is_faster(seconds, total):
+def test_shares_are_optimal(seconds, total):
     shares = shares_by(seconds, total)
     took = max(a * b for a, b in zip(shares, seconds, strict=True))
     assert sum(shares) == total and min(shares) >= 1
@@ -162,7 +149,7 @@ def test_no_split_is_faster(seconds, total):
 
 @pytest.mark.parametrize("shares", [[1, 11], [5, 2, 5]])
 @pytest.mark.parametrize("mode", ["allreduce", "sharded", "overlapped"])
-def test_unlike_shares_learn_the_same(shares, mode):
+def test_uneven_shares_match_even_ones(shares, mode):
     config = replace(CONFIG, grad_sync=mode)
 
     def uneven(comm):
@@ -176,7 +163,7 @@ def test_unlike_shares_learn_the_same(shares, mode):
         assert np.allclose(read, known, rtol=1e-5)
 
 
-def test_shares_are_measured_on_all_ranks_and_the_same_there(monkeypatch):
+def test_measured_shares_agree_on_all_ranks(monkeypatch):
     monkeypatch.setattr(balance, "seconds_of", lambda model, rows, t, comm: 0.1 * (1 + comm.rank))
     assert on_all_ranks(2, lambda comm: measured_shares(model_of(), CONFIG, comm)) == [[8, 4], [8, 4]]
     monkeypatch.undo()
@@ -184,9 +171,8 @@ def test_shares_are_measured_on_all_ranks_and_the_same_there(monkeypatch):
     assert 0 < first < 10 and 0 < second < 10
 
 
-def test_known_shares_are_used_where_they_fit():
-    state = State(3, ranks=2, shares=[8, 4], hosts=7)
-    known = partial(shares_so_far, state)
+def test_known_shares_are_reused_if_they_fit():
+    known = partial(shares_so_far, State(3, ranks=2, shares=[8, 4], hosts=7))
     assert known(CONFIG, 2, 7) == [8, 4] and known(CONFIG, 3, 7) is None
     assert known(CONFIG, 2, 8) is None and known(replace(CONFIG, grad_accum=4), 2, 7) is None
     assert shares_so_far(State(), CONFIG, 2, 7) is None
@@ -194,10 +180,8 @@ def test_known_shares_are_used_where_they_fit():
     assert first[0] == first[1] != other[0]
 
 
-@pytest.mark.ranks
-@pytest.mark.slow
-@needs_mpi
-def test_a_run_measures_says_and_keeps_its_shares(tmp_path):
+@slow_ranks
+def test_run_measures_and_keeps_shares(tmp_path):
     words = ["--schedule", "constant", "--balance", "auto", "--batch-size", "8"]
     commands = [
         ["train", *SMALL, "--stage", "mpi", "--out", tmp_path, "--steps", steps, *words, *more]
@@ -211,13 +195,8 @@ def test_a_run_measures_says_and_keeps_its_shares(tmp_path):
     assert sum(states[0].shares) in (8, 4, 2) and len(losses(tmp_path)) == 5
 
 
-# Whole runs
-
-
-@pytest.mark.ranks
-@pytest.mark.slow
-@needs_mpi
-def test_whole_runs_of_two_ranks_save_resume_and_move_to_other_modes_and_numbers_of_ranks(tmp_path):
+@slow_ranks
+def test_two_ranks_resume_in_other_modes_and_sizes(tmp_path):
     words = ["--n-embd", "64", "--schedule", "constant", "--save-every", "3"]
     local = ["--schedule", "constant", "--outer-every", "4", "--val-fraction", "0.2", "--eval-every", "3"]
     runs = [("whole", ["--steps", "9", *words]), ("local", ["--steps", "12", *local])]
@@ -230,18 +209,14 @@ def test_whole_runs_of_two_ranks_save_resume_and_move_to_other_modes_and_numbers
     whole = losses(tmp_path / "whole")
     assert all(losses(out) == whole for out in tmp_path.glob("*-*"))
     assert losses(tmp_path / "halves") == losses(tmp_path / "local")
-    lines = map(json.loads, (tmp_path / "local" / "metrics.jsonl").read_text().splitlines())
-    assert [line["step"] for line in lines if "val_loss" in line] == [0, 4, 8, 12]
+    assert [*validations(tmp_path / "local")] == [0, 4, 8, 12]
     for name, steps, args in (("sharded-sharded", 12, words), ("local", 14, local)):
         run = train(tmp_path / name, "--steps", str(steps), "--resume", "auto", *args)
         assert len(losses(run)) == steps and (name == "local" or losses(run)[:9] == whole)
 
 
-@pytest.mark.ranks
-@pytest.mark.slow
-@needs_mpi
-def test_whole_runs_of_four_ranks_that_mpi_takes_for_two_nodes(tmp_path, monkeypatch):
-    """With reproducible parts they leave the same files as two ranks and one."""
+@slow_ranks
+def test_four_ranks_on_two_nodes_match(tmp_path, monkeypatch):
     monkeypatch.setenv("MPIR_CVAR_NUM_CLIQUES", "2")  # MPICH's
     bits = ["--steps", "20", "--reproducible-parts", "4", "--val-fraction", "0.2"]
     ways = {"alone": ["--grad-sync", "sharded"], "levels": [], "narrow": ["--gradient-dtype", "bfloat16"]}
@@ -249,7 +224,7 @@ def test_whole_runs_of_four_ranks_that_mpi_takes_for_two_nodes(tmp_path, monkeyp
     trained_together(4, [*runs, (tmp_path / "four", [*bits, "--grad-accum", "1"])])
     alone, levels, narrow = (np.array(losses(tmp_path / name)) for name in ways)
     assert abs(levels / alone - 1).max() < 1e-5 and 0 < abs(narrow / alone - 1).max() < 1e-2
-    names = [json.loads((tmp_path / name / "summary.json").read_text())["allreduce"] for name in ways]
+    names = [summary(tmp_path / name)["allreduce"] for name in ways]
     assert names == ["sharded", "hierarchical", "hierarchical, bfloat16"]
     trained_together(2, [(tmp_path / "two", [*bits, "--grad-accum", "2"])])
     train(tmp_path / "one", *bits, "--threads", "2")

@@ -1,4 +1,4 @@
-"""The list of mutations fits the code: whoever changes a line that is in it changes the list too."""
+"""The list of mutations fits the code."""
 
 from conftest import TESTS
 from mutations.mutations import MUTATIONS
@@ -6,7 +6,6 @@ from mutations.sampling import changed, mutants_of, sample
 
 
 def misfit(mutation):
-    """What is wrong with an entry, or "" if it changes one place of the package and its tests are there."""
     file = TESTS.parent / "distgpt" / mutation.file
     if not file.exists() or not (TESTS / mutation.tests.split()[0]).exists():
         return "no such file"
@@ -19,7 +18,7 @@ def misfit(mutation):
     return "nothing changes" if changed == text else ""
 
 
-def test_every_mutation_changes_one_place_of_the_package():
+def test_mutations_change_one_place_each():
     misfits = [f"{m.fault}: {m.file}: {wrong}" for m in MUTATIONS if (wrong := misfit(m))]
     assert not misfits, "\n".join(misfits)
     assert len({mutation.fault for mutation in MUTATIONS}) == len(MUTATIONS) >= 40
@@ -54,7 +53,7 @@ def test_mutants_change_one_expression_or_statement(tmp_path):
         assert text != SOURCE and compile(text, "file.py", "exec")
 
 
-def test_the_sample_does_not_depend_on_edits_elsewhere(tmp_path):
+def test_mutant_sample_is_stable_under_edits(tmp_path):
     (path := tmp_path / "room" / "file.py").parent.mkdir()
     path.write_text(SOURCE)
     before = [m.name for m in sample(tmp_path, per_room=5)]

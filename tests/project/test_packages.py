@@ -19,7 +19,7 @@ NEEDED += ("bundled/weights/sample.safetensors", "bundled/docs/how-to/tuning.md"
 
 
 @pytest.mark.slow
-def test_the_wheel_holds_the_package_and_no_tests(tmp_path):
+def test_wheel_contains_only_the_package(tmp_path):
     wheel = pytest.importorskip("hatchling.builders.wheel")
     [path] = wheel.WheelBuilder(str(ROOT)).build(directory=str(tmp_path), versions=["standard"])
     names = set(zipfile.ZipFile(path).namelist())
@@ -28,11 +28,11 @@ def test_the_wheel_holds_the_package_and_no_tests(tmp_path):
     assert code == {name for name in names if name.endswith(".py")}
 
 
-def test_example_scripts_are_what_the_command_prints():
+def test_example_scripts_match_the_command():
     from distgpt.cluster.jobs.systems import SYSTEMS
     from remake import remade, scripts
 
-    asked = ("--requeue", "-r y", "-r", "--time-limit=43200s")  # of systems that queue jobs again, and of Flux
+    asked = ("--requeue", "-r y", "-r", "--time-limit=43200s")  # requeue options, and Flux's limit
     systems = [row.sentinel for row in SYSTEMS.values()]
     for script in scripts():
         text = script.read_text()
@@ -41,10 +41,7 @@ def test_example_scripts_are_what_the_command_prints():
         assert {*asked} & options, script.name
 
 
-# Recipes of package managers
-
-
-def test_recipes_are_made_from_pyproject():
+def test_recipes_match_pyproject():
     made = recipes.made()
     for path, text in made.items():
         assert (PACKAGING / path).read_text() == text, f"{path} is old: python packaging/recipes.py"
@@ -55,7 +52,7 @@ def test_recipes_are_made_from_pyproject():
     assert f"version: {__version__}\n" in (ROOT / "CITATION.cff").read_text()
 
 
-def test_every_requirement_stands_in_every_recipe():
+def test_recipes_list_every_requirement():
     needed = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["dependencies"]
     made = recipes.made()
     for name in (Requirement(each).name for each in needed):
@@ -63,11 +60,10 @@ def test_every_requirement_stands_in_every_recipe():
         assert f"    - {conda} >=" in made["conda/recipe.yaml"], name
         assert f'depends_on("py-{spack}@' in next(text for path, text in made.items() if "package.py" in path)
         assert name in recipes.EASYBUILD, name
-        slim = made["slim.txt"]
-        assert (name in slim) == (name not in recipes.LEFT_OUT), name
+        assert (name in made["slim.txt"]) == (name not in recipes.LEFT_OUT), name
 
 
-def test_a_release_is_named_by_its_hash_and_old_modules_are_refused(tmp_path):
+def test_recipes_name_hash_and_reject_old_modules(tmp_path):
     (tmp_path / "distgpt.tar.gz").write_bytes(b"x")
     made = recipes.made(tmp_path / "distgpt.tar.gz")
     digest = "2d711642b726b04401627ca9fbac32f5c8530fb1903cc4db02258717921a4881"

@@ -1,6 +1,7 @@
-"""benchmarks/torture.py does what it reports, and notices what it looks for."""
+"""benchmarks/torture.py detects planted errors; short fuzzing of loaders and ranks."""
 
 import json
+import re
 import shutil
 import subprocess
 import sys
@@ -14,7 +15,7 @@ from torturing.attempts import Attempt
 from torturing.faults import CHOICES, EVERY, STEPS, Campaign, Fault, Mode
 from torturing.invariants import Seen, after_attempt, at_the_end, look
 
-from conftest import MPIRUN, inside
+from conftest import MPIRUN, TESTS, slow_ranks, succeeded
 
 SERIAL, MPI = Mode("serial"), Mode("mpi", 2)
 CAMPAIGN = Campaign(7, ("serial", "mpi"), tuple(CHOICES), {"save": 50, "elsewhere": 50, "start": 50})
@@ -24,7 +25,7 @@ ASKED = Attempt(Fault("signal", "SIGTERM"), 1, code=143, came=1.0, errors="distg
 needs_compiler = pytest.mark.skipif(shutil.which("cc") is None, reason="needs a C compiler")
 
 
-def test_a_trial_is_a_function_of_seed_and_number():
+def test_trial_depends_only_on_seed_and_number():
     first = [CAMPAIGN.trial(number) for number in range(200)]
     assert first == [replace(CAMPAIGN).trial(number) for number in range(200)]
     assert first != [replace(CAMPAIGN, seed=8).trial(number) for number in range(200)]
@@ -36,12 +37,10 @@ def test_a_trial_is_a_function_of_seed_and_number():
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory):
-    """The directory of a trial's run without faults."""
     place = attempts.Place(tmp_path_factory.mktemp("whole") / "trial")
     place.make()
     words = attempts.command(place, SERIAL, 1, {})
-    result = inside(*words[words.index("train") :])
-    assert result.returncode == 0, result.stderr
+    succeeded(*words[words.index("train") :])
     return place.run
 
 
@@ -55,8 +54,6 @@ def names_of(found):
 
 
 def changed(name, change):
-    """A function that rewrites the lines of one of the run's files."""
-
     def act(run):
         lines = (run / name).read_bytes().splitlines(keepends=True)
         (run / name).write_bytes(b"".join(change(lines)))
@@ -88,7 +85,7 @@ def write_summary(run, **changes):
 
 
 @pytest.mark.parametrize("what", PLANTED)
-def test_a_wrong_end_state_is_noticed(what, run, whole):
+def test_wrong_end_state_is_detected(what, run, whole):
     plant, name = PLANTED[what]
     assert at_the_end(run, whole, faults.MODES[0], True) == []
     assert after_attempt(SERIAL, Attempt(Fault("nothing"), 1), Seen(), look(run)) == []
@@ -96,7 +93,7 @@ def test_a_wrong_end_state_is_noticed(what, run, whole):
     assert name in names_of(at_the_end(run, whole, faults.MODES[0], True))
 
 
-def test_a_wrong_end_is_noticed_and_a_documented_one_is_not(run):
+def test_undocumented_ends_are_detected(run):
     for mode, done, name in (
         (SERIAL, replace(KILLED, code=1), "exit code"),
         (MPI, replace(ASKED, ranks=2, code=15), "exit code"),
@@ -113,7 +110,7 @@ def test_a_wrong_end_is_noticed_and_a_documented_one_is_not(run):
         assert name in found if name else not found, done
 
 
-def test_a_full_disk_that_cost_the_end_is_noticed(run):
+def test_full_disk_losses_are_detected(run):
     full = Attempt(Fault("full"), 1, code=74, errors="distgpt: No space left on device\n")
     assert names_of(after_attempt(SERIAL, full, Seen(), look(run))) == {"hoarded"}
     assert not after_attempt(replace(SERIAL, goes_on=False), full, Seen(), look(run))
@@ -124,7 +121,7 @@ def test_a_full_disk_that_cost_the_end_is_noticed(run):
     assert names_of(after_attempt(SERIAL, full, Seen(), look(run))) == {"no result"}
 
 
-def test_lost_steps_older_checkpoints_and_older_best_weights_are_noticed(run):
+def test_lost_steps_and_checkpoints_are_detected(run):
     before = look(run)
     assert before.best == STEPS == before.best_said[STEPS]
     assert names_of(after_attempt(SERIAL, KILLED, before, replace(before, best=8))) == {"best"}
@@ -140,7 +137,7 @@ def test_lost_steps_older_checkpoints_and_older_best_weights_are_noticed(run):
 @pytest.mark.slow
 @pytest.mark.xdist_group("ranks")
 @needs_compiler
-def test_two_trials_and_one_more_resumed(tmp_path):
+def test_trials_run_and_resume(tmp_path):
     out = tmp_path / "file.jsonl"
     words = [sys.executable, str(Path(trials.__file__).parents[1] / "torture.py"), "--out", str(out)]
     words += ["--kinds", "kill in a save,error in a save,signal in a save"]
@@ -151,3 +148,25 @@ def test_two_trials_and_one_more_resumed(tmp_path):
     _, rows = table.read(out)
     assert [(row["trial"], row["wrong"]) for row in rows] == [(0, []), (1, []), (2, [])]
     assert "Nothing was wrong" in done.stdout and sum(len(row["attempts"]) for row in rows) > 3
+
+
+FUZZ = TESTS / "fuzz" / "run.py"
+
+
+@slow_ranks
+@pytest.mark.xdist_group("ranks")
+def test_failed_rank_in_collective_ends_the_job():
+    words = [sys.executable, str(FUZZ.with_name("collectives.py")), "--only", "overlapped", "--every", "60"]
+    done = subprocess.run(words, capture_output=True, text=True, timeout=280)
+    # One case in 60; the total depends on the number of collectives.
+    cases = re.search(r"(\d+) cases, 0 failures", done.stdout)
+    assert done.returncode == 0 and cases and int(cases[1]) >= 3, done.stdout + done.stderr
+
+
+@pytest.mark.slow
+def test_corrupt_files_do_no_harm():
+    words = [sys.executable, str(FUZZ), "--cases", "1000", "--seconds", "8"]  # startup takes twice as long
+    done = subprocess.run(words, capture_output=True, text=True, timeout=280)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    cases = int(re.search(r"(\d+) cases, 0 failures", done.stdout)[1])
+    assert cases >= 50, "the targets were hardly reached"

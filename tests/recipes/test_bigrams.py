@@ -1,4 +1,4 @@
-"""First weights from the counts of pairs: their gradients, and what they predict."""
+"""First weights from pair counts: gradients and predictions."""
 
 import weakref
 from contextlib import contextmanager
@@ -26,7 +26,7 @@ V, C = 37, 16
 
 
 def text(length=20_000, seed=1):
-    """A chain in which each token is mostly followed by one of three others. Token 5 is not in it."""
+    """Return a chain in which one of three tokens follows each token. Token 5 is absent."""
     rng = np.random.default_rng(seed)
     follows = np.delete(np.arange(V), 5)[rng.integers(0, V - 1, (V, 3))]
     tokens = [0]
@@ -41,7 +41,6 @@ def random_weights(dtype=np.float32):
 
 
 def mean_loss(tokens, embedding, head, centred=False):
-    """Of each token after the one before, in nats."""
     x = embedding - embedding.mean(1, keepdims=True) * centred
     x = x / np.sqrt(np.mean(x * x, 1, keepdims=True) + 1e-5)
     scores = x @ head.T
@@ -50,7 +49,6 @@ def mean_loss(tokens, embedding, head, centred=False):
 
 
 def entropy(tokens):
-    """The lowest loss of anything that knows one token before."""
     counts = np.zeros((V, V))
     np.add.at(counts, (tokens[:-1], tokens[1:]), 1)
     with np.errstate(divide="ignore", invalid="ignore"):
@@ -59,7 +57,7 @@ def entropy(tokens):
 
 
 @pytest.mark.parametrize("centred", [False, True])
-def test_gradients_are_those_of_the_mean_loss(centred):
+def test_pair_gradients_match_differences(centred):
     tokens = text(500)
     pairs = Pairs.of(tokens, V)
     e, h = (weights[pairs.order] for weights in random_weights(np.float64))
@@ -79,13 +77,13 @@ def test_gradients_are_those_of_the_mean_loss(centred):
 
 
 @pytest.mark.parametrize("length", [1, 2])
-def test_short_texts(length):
+def test_bigrams_learn_short_sequences(length):
     e, h = random_weights()
     learn_bigrams(np.arange(length, dtype=np.uint16), e, h, centred=False, threads=1)
     assert np.isfinite(e).all() and np.isfinite(h).all()
 
 
-def test_they_predict_nearly_as_well_as_counts_do():
+def test_bigrams_predict_like_counts():
     tokens = text()
     e, h = random_weights()
     unseen = e[5].copy()
@@ -95,8 +93,8 @@ def test_they_predict_nearly_as_well_as_counts_do():
     assert np.array_equal(e[5], unseen)
 
 
-def test_threads_change_no_bit_and_few_results_wait_to_be_added(monkeypatch):
-    """Each result is as large as the output layer, which has many more rows than a piece of work."""
+def test_bigrams_are_identical_for_any_threads(monkeypatch):
+    """Few results, each as large as the output layer, exist at a time."""
     gradients, made, alive, found = bigrams.gradients, [], [], []
 
     def watched(*args):
@@ -119,8 +117,8 @@ def test_threads_change_no_bit_and_few_results_wait_to_be_added(monkeypatch):
     [(1, 16, False, 3), (8, 16, False, 12), (8, 16, True, 16), (8, 8, False, 8)],
     ids=["serial", "of waiting ranks", "beside a GPU", "as granted"],
 )
-def test_pairs_are_learned_with_the_threads_of_waiting_ranks(size, cores, is_async, threads, monkeypatch):
-    """On all cores that the process was given, not only those that this rank is bound to."""
+def test_bigrams_use_threads_of_waiting_ranks(size, cores, is_async, threads, monkeypatch):
+    """Use all cores of the process, not only the cores of this rank."""
 
     class Bound(Affinity):
         @contextmanager
@@ -144,11 +142,11 @@ def test_pairs_are_learned_with_the_threads_of_waiting_ranks(size, cores, is_asy
     assert taken == [threads]
 
 
-def test_the_dial_knows_what_they_cost():
+def test_pair_passes_match_phases():
     assert sum(part * steps for part, steps in bigrams.PHASES) == PAIR_PASSES
 
 
-def test_a_model_begins_with_what_the_pairs_predict():
+def test_first_loss_matches_pairs():
     tokens = text(2000)
     shape = ModelConfig(V, seq_len=8, n_layer=2, n_head=2, n_embd=C, positions="rope", norm="rmsnorm")
     config = replace(shape, bias=False, tied=False, init_weights="bigrams")
@@ -162,12 +160,12 @@ def test_a_model_begins_with_what_the_pairs_predict():
     assert total[0] == pytest.approx(mean_loss(window, e, h), rel=1e-4)
 
 
-def test_a_run_begins_with_them(tmp_path):
+def test_run_starts_from_bigrams(tmp_path):
     words = ("--untied", "--positions", "rope", "--set", "init_weights=bigrams", "--steps", "1")
     assert inside("train", *SMALL, *words, "--out", tmp_path / "run").returncode == 0
     assert losses(tmp_path / "run")[0] < 3.5  # ln 256 is 5.5
 
 
-def test_a_tied_output_layer_is_refused():
+def test_bigrams_reject_tied_output():
     with pytest.raises(UsageError, match="init_weights to unit"):
         ModelConfig(init_weights="bigrams")

@@ -1,4 +1,4 @@
-"""Runs that end by the clock: train_minutes, --within and the depth that it chooses."""
+"""Runs with a time budget: train_minutes, --within and the chosen depth."""
 
 import json
 from dataclasses import replace
@@ -18,14 +18,13 @@ from distgpt.parallel.choose import Chosen
 from distgpt.recipes.depth import described, settings_of, text_of
 
 import conftest
-from conftest import distgpt, inside, needs_mpi, refused
+from conftest import distgpt, inside, logged, refused, slow_ranks, succeeded
 
 SMALL = ["--n-layer", "1", "--n-embd", "16", "--seq-len", "16"]
 T = TrainConfig(train_minutes=1.0, warmup=0, steps=7)
 
 
 def run_of(t, ranks=1, spent=0.0, seconds=4.0, queued=False, closing=0.0):
-    """Take steps of this many seconds by a clock that they alone move. Return (share, step) of each."""
     now, progress = [100.0], Progress()
     pace = Pace(progress, Chosen(t, ranks).placement.rounds)
     clock = TimedBudget(t, pace, 100.0, spent, queued, closing, now=lambda: now[0])
@@ -44,43 +43,39 @@ def stepped(clock, progress, now, queued, seconds):
     return found
 
 
-def test_the_last_step_ends_with_the_time_and_sees_all_of_it_as_over():
+def test_last_step_ends_with_the_time():
     shares, seconds, clock = run_of(T)
     assert shares == sorted(shares) and shares[-2] < 1 and 52 <= seconds <= 60
     assert shares[5] == pytest.approx(6 * 4 / 59.1)  # at the end of the sixth step
     assert clock.seconds() == 60
 
 
-@pytest.mark.parametrize(
-    "how, first, shortest, longest",
-    [
-        ({}, 0, 52, 60),
-        ({"spent": 30.0}, 30 / 59.1, 52, 60),
-        ({"queued": True}, 0, 48, 64),
-        ({"closing": 3.0}, 0, 40, 48),  # there is time left for what follows the last step
-        ({"t": replace(T, outer_every=4), "ranks": 2}, 0, 52, 76),  # whole rounds
-    ],
-    ids=str,
-)
-def test_a_run_ends_with_its_time(how, first, shortest, longest):
+@pytest.mark.parametrize("how, first, shortest, longest", [
+    ({}, 0, 52, 60),
+    ({"spent": 30.0}, 30 / 59.1, 52, 60),
+    ({"queued": True}, 0, 48, 64),
+    ({"closing": 3.0}, 0, 40, 48),  # leaves time after the last step
+    ({"t": replace(T, outer_every=4), "ranks": 2}, 0, 52, 76),  # whole rounds
+], ids=str)  # fmt: skip
+def test_run_ends_with_its_time(how, first, shortest, longest):
     shares, seconds, _ = run_of(**{"t": T, **how})
     assert shares[0] == pytest.approx(first) and shares[-1] == 1 and shortest <= seconds <= longest
     assert len(shares) % (4 if "ranks" in how else 1) == 0
     assert run_of(T, spent=60.0)[0] == []
 
 
-def test_a_former_run_whose_minutes_were_less_than_asked_for_is_over():
+def test_nearly_spent_budget_is_over():
     t = replace(T, train_minutes=10.0)
     assert is_over(0.985 * 600, t) and is_over(600.0, t) and not is_over(580.0, t)
     assert run_of(t, spent=0.985 * 600)[0] == []
 
 
-def test_without_a_time_the_steps_count():
+def test_clock_without_time_counts_steps():
     clock = Budget(7)
     assert stepped(clock, Progress(), [100.0], False, 4.0) == [None] * 7 and clock.seconds() == 0
 
 
-def test_a_run_that_went_back_still_ends_with_its_time():
+def test_rolled_back_run_ends_with_its_time():
     progress, now = Progress(), [60.0]
     clock = TimedBudget(T, Pace(progress), 0.0, now=lambda: now[0])
     progress.step = 9
@@ -91,7 +86,7 @@ def test_a_run_that_went_back_still_ends_with_its_time():
     assert clock.last == 6
 
 
-def test_schedules_by_the_clock():
+def test_schedules_follow_elapsed_share():
     t = TrainConfig(lr=1.0, min_lr=0.1, warmup=10, decay_fraction=0.5)
     falling = {0.0: 1.0, 0.5: 0.55, 1.0: 0.1}
     for schedule, expected in (
@@ -107,58 +102,45 @@ def test_schedules_by_the_clock():
     assert learning_rate(replace(t, schedule="wsd", decay_fraction=0.0), 10, 1.0) == 1.0
 
 
-def lines(directory):
-    return [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
-
-
 def seconds_of(out, step):
     return json.loads((out / "checkpoints" / f"step-{step:08}" / "state.json").read_text())["seconds"]
 
 
-@pytest.mark.ranks
-@pytest.mark.slow
-@needs_mpi
-def test_ranks_end_together_and_a_stopped_run_resumes_its_time(tmp_path):
+@slow_ranks
+def test_ranks_end_together_and_resume_time(tmp_path):
     out = tmp_path / "run"
     words = ["train", *SMALL, "--set", "train_minutes=0.15", "--warmup", "0", "--out", out]
     mpi = ["--stage", "mpi", "--threads", "1"]
     stopped = distgpt(*words, *mpi, "--time-limit", "6s", ranks=2)
-    first = lines(out)[-1]["step"]
+    first = logged(out)[-1]["step"]
     assert stopped.returncode == 75, stopped.stderr
-    spent = seconds_of(out, first)
-    assert 0 < spent < 6
-    ended = distgpt(*words, *mpi, "--resume", "auto", ranks=2)
-    assert ended.returncode == 0, ended.stderr
-    steps = lines(out)
+    assert 0 < seconds_of(out, first) < 6
+    succeeded(*words, *mpi, "--resume", "auto", ranks=2, by=distgpt)
+    steps = logged(out)
     assert steps[first]["lr"] < 1.02 * steps[first - 1]["lr"] and steps[-1]["lr"] == 0  # not a new run's rate
     assert seconds_of(out, steps[-1]["step"]) == pytest.approx(9)
     again = inside(*words, "--threads", "1", "--resume", "auto")
     assert again.returncode == 0 and "its 9s have elapsed" in again.stdout
-    assert lines(out) == steps
+    assert logged(out) == steps
 
 
-# The dial
-
-
-def test_the_dial_sets_what_nothing_else_says_and_a_resumed_run_keeps_it(tmp_path):
+def test_depth_sets_defaults_and_resume_keeps_them(tmp_path):
     text = tmp_path / "my.txt"
     text.write_text("The keeper lit the lamp. The lamp was old.\n" * 9)
     toml = tmp_path / "c.toml"
     toml.write_text("lr = 0.005\nmin_lr = 0.001\n")
     words = ["train", "--data", text, "--config", toml, "--threads", "1", "--out", tmp_path / "r", "--depth"]
-    result = inside(*words, "1", "--steps", "2", "--batch-size", "2")
-    assert result.returncode == 0, result.stderr
+    result = succeeded(*words, "1", "--steps", "2", "--batch-size", "2")
     assert "depth 1" in result.stdout and "lr 0.005" in result.stdout
     run = RunDirectory(tmp_path / "r").saved()
     assert (run.model.n_embd, run.model.mlp, run.train.optimizer) == (64, "relu2", "muon")
     assert (run.train.lr, run.train.steps, run.train.batch_size, run.train.tokenizer) == (0.005, 2, 2, "byte")
-    longer = inside(*words, "1", "--resume", "auto", "--steps", "3")
-    assert longer.returncode == 0, longer.stderr
-    assert "depth 1" not in longer.stdout and lines(tmp_path / "r")[-1]["step"] == 3
+    longer = succeeded(*words, "1", "--resume", "auto", "--steps", "3")
+    assert "depth 1" not in longer.stdout and logged(tmp_path / "r")[-1]["step"] == 3
     refused(inside(*words, "2", "--resume", "auto"), 2, "n_layer was 1 and is now 2")
 
 
-def test_the_lines_of_the_dial_say_what_is_read_and_when_it_ends(tmp_path):
+def test_depth_lines_describe_data_and_end(tmp_path):
     (text := tmp_path / "my.txt").write_text("The keeper lit the lamp. " * 40)
     for tokens, flags, words in (
         (0.0, {}, "reads 8.19 k tokens, the text 8.19 times; 0.125 for each of 65.5 k parameters"),
@@ -169,14 +151,14 @@ def test_the_lines_of_the_dial_say_what_is_read_and_when_it_ends(tmp_path):
         assert words in described(preset("fast", {**settings_of(1, given, tokens), **given}))
 
 
-def test_a_learned_bpe_is_kept_in_the_run(tmp_path):
+def test_learned_bpe_is_saved_in_the_run(tmp_path):
     words = ["train", *conftest.SMALL, "--tokenizer", "bpe:300", "--out", tmp_path / "run", "--steps"]
     assert inside(*words, "1").returncode == 0
     assert library.load(tmp_path / "run" / "weights.safetensors").tokenizer.kind == "bpe"
     assert inside(*words, "2", "--resume", "auto").returncode == 0
 
 
-def test_the_size_of_a_text_is_known_before_it_is_read(tmp_path):
+def test_text_size_is_estimated_without_reading(tmp_path):
     (tmp_path / "a.txt").write_text("ab" * 5000)
     given = {"data": str(tmp_path / "a.txt")}
     assert text_of(given).tokens == 10_000 and text_of(given).tokenizer == "byte"
@@ -186,34 +168,30 @@ def test_the_size_of_a_text_is_known_before_it_is_read(tmp_path):
     assert text_of({"data": str(tmp_path)}).tokens == 10_000
 
 
-@pytest.mark.parametrize(
-    ("words", "named"),
-    [
-        ("--depth 2 --preset gpt2", "fast"),
-        ("--within soon", "not a duration"),
-        ("--within 1m --set train_minutes=1", "train_minutes"),
-        ("--within 1m --steps 5", "--within and --steps"),
-        ("--set train_minutes=1 --steps 5", "train_minutes and --steps"),
-        ("--depth 2 --n-layer 3", "--depth and --n-layer"),
-        ("--depth 2 --within 1m --n-layer 3", "--n-layer"),
-        ("--depth 2 --seq-len 0", "seq_len"),
-    ],
-)
-def test_an_impossible_dial_is_refused(words, named, tmp_path):
+@pytest.mark.parametrize(("words", "named"), [
+    ("--depth 2 --preset gpt2", "fast"),
+    ("--within soon", "not a duration"),
+    ("--within 1m --set train_minutes=1", "train_minutes"),
+    ("--within 1m --steps 5", "--within and --steps"),
+    ("--set train_minutes=1 --steps 5", "train_minutes and --steps"),
+    ("--depth 2 --n-layer 3", "--depth and --n-layer"),
+    ("--depth 2 --within 1m --n-layer 3", "--n-layer"),
+    ("--depth 2 --seq-len 0", "seq_len"),
+])  # fmt: skip
+def test_invalid_depth_and_time_are_rejected(words, named, tmp_path):
     refused(inside("train", *words.split(), "--out", tmp_path / "none"), 2, named)
     with pytest.raises(UsageError, match="depth"):
         settings_of(0, {})
 
 
 def within(path, seconds, out, **settings):
-    """Train by the clock on a text; its notes, its settings, and what it has left."""
     notes = []
     found = library.train(within=f"{seconds}s", data=str(path), threads=1, out=out, on_note=notes.append, **settings)
     return "\n".join(notes), RunDirectory(found.directory).saved().train, found.metrics
 
 
 @pytest.mark.ci
-def test_within_chooses_a_depth_and_ends_with_its_time(tmp_path):
+def test_within_chooses_depth_and_ends_in_time(tmp_path):
     lines = resolve_data("corpus").read_text().splitlines(keepends=True)
     (tmp_path / "long.txt").write_text("".join(lines * 8))
     notes, t, metrics = within(tmp_path / "long.txt", 8, tmp_path / "run", tokenizer="byte")
@@ -224,19 +202,19 @@ def test_within_chooses_a_depth_and_ends_with_its_time(tmp_path):
 
 
 @pytest.mark.ci
-def test_within_reads_no_short_text_until_it_is_learned_by_heart(tmp_path):
+def test_within_does_not_overfit_a_short_file(tmp_path):
     notes, t, metrics = within(resolve_data("story"), 600, tmp_path / "run", val_fraction=0.1)
     assert "the run ends after about 0:" in notes and not t.train_minutes
     assert metrics[-1]["step"] == t.steps  # its passes end it, not the clock
     assert "--val-fraction" not in notes
     read = t.batch_size * RunDirectory(tmp_path / "run").saved().model.seq_len * metrics[-1]["step"]
     assert read < 30 * resolve_data("story").stat().st_size  # a busy machine measures what it gets
-    # How many steps it came to depends on what else the machine did; which of them are evaluated does not.
+    # The number of steps depends on the load; the choice of evaluated steps does not.
     evaluated = [line["step"] for line in metrics if "val_loss" in line]
     last = metrics[-1]["step"]
     assert 0 < t.eval_every <= max(1, t.steps // 3)
     assert evaluated == sorted({*range(0, last + 1, t.eval_every), last})
-    # The same command again, as of a job that is queued again, finds it finished.
+    # A repeated command, such as a requeued job's, finds the run finished.
     before = {path: path.read_bytes() for path in (tmp_path / "run").iterdir() if path.is_file()}
     words = ["--data", resolve_data("story"), "--val-fraction", "0.1", "--threads", "1"]
     again = inside("train", *words, "--out", tmp_path / "run", "--within", "10m", "--resume", "auto")
@@ -244,7 +222,7 @@ def test_within_reads_no_short_text_until_it_is_learned_by_heart(tmp_path):
     assert before == {path: path.read_bytes() for path in (tmp_path / "run").iterdir() if path.is_file()}
 
 
-def test_evaluations_by_the_clock_score_all_that_is_held_out_while_that_takes_little_time(tmp_path):
+def test_evaluations_score_all_held_out_tokens_if_cheap(tmp_path):
     text = tmp_path / "my.txt"
     text.write_bytes(b"The keeper lit the lamp. " * 4000)  # 100,000 tokens
     (tmp_path / "val.txt").write_bytes(b"a" * 30_000)
@@ -255,7 +233,7 @@ def test_evaluations_by_the_clock_score_all_that_is_held_out_while_that_takes_li
 
     for tokens, given, times in (
         (450e3, {"val_fraction": 0.1}, 6),
-        (150e3, {"val_fraction": 0.1}, 2),  # of the first weights and at the end, and once between
+        (150e3, {"val_fraction": 0.1}, 2),  # at the start, once between and at the end
         (60e3, {"val_fraction": 0.1}, 0),
         (300e3, {"val": str(tmp_path / "val.txt")}, 1),
     ):
@@ -267,7 +245,7 @@ def test_evaluations_by_the_clock_score_all_that_is_held_out_while_that_takes_li
 
 
 @pytest.mark.ci
-def test_the_warm_up_of_a_given_model_is_a_part_of_what_the_time_allows(tmp_path):
+def test_within_limits_warmup_to_expected_steps(tmp_path):
     size = {"preset": "tiny", "n_layer": 1, "batch_size": 128, "tokenizer": "byte"}
     notes, t, metrics = within(resolve_data("story"), 1, tmp_path / "run", **size)
     assert "this machine runs about" in notes and t.warmup <= t.steps // 5 < 600 // 5

@@ -1,4 +1,4 @@
-"""Validation, best weights, HellaSwag, further training: what a run does beside its steps."""
+"""Validation, best weights, HellaSwag and further training."""
 
 import json
 import shutil
@@ -7,24 +7,15 @@ import distgpt as library
 import pytest
 from distgpt.core.base.files import bundled
 
-from conftest import SMALL, distgpt, inside, needs_mpi, refused
+from conftest import SMALL, distgpt, inside, logged, refused, slow_ranks, succeeded, validations
 
 HELD_OUT = ["--val-fraction", "0.2", "--eval-every", "5"]
 ROPE = ["--positions", "rope", "--norm", "rmsnorm", "--mlp", "swiglu", "--no-bias"]
 
 
 def train(out, *words):
-    result = inside("train", *SMALL, "--out", out, *words)
-    assert result.returncode == 0, result.stderr
+    succeeded("train", *SMALL, "--out", out, *words)
     return out
-
-
-def lines(directory):
-    return [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
-
-
-def validations(directory):
-    return {line["step"]: line["val_loss"] for line in lines(directory) if "val_loss" in line}
 
 
 def evaluated(weights, *args, ranks=0):
@@ -34,7 +25,7 @@ def evaluated(weights, *args, ranks=0):
     return json.loads(result.stdout)
 
 
-def test_of_the_text_of_training_only_what_was_held_out_is_scored(run, tmp_path):
+def test_eval_scores_only_held_out_training_text(run, tmp_path):
     words = ["eval", "--weights", run, "--threads", "1", "--json", "--val"]
     found = inside(*words, bundled("data", "story.txt"))
     assert json.loads(found.stdout)["val_loss"] == pytest.approx(validations(run)[20], rel=1e-6)
@@ -50,12 +41,11 @@ def test_of_the_text_of_training_only_what_was_held_out_is_scored(run, tmp_path)
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
-    """20 steps with evaluations."""
     out = tmp_path_factory.mktemp("recipe") / "run"
     return train(out, "--steps", "20", "--save-every", "10", *HELD_OUT)
 
 
-def test_the_best_weights_are_those_of_the_lowest_validation(tmp_path):
+def test_best_weights_have_lowest_validation_loss(tmp_path):
     too_fast = ["--steps", "60", "--lr", "0.3", "--clip", "0", *HELD_OUT]
     out = train(tmp_path / "run", *too_fast)
     found = validations(out)
@@ -67,17 +57,15 @@ def test_the_best_weights_are_those_of_the_lowest_validation(tmp_path):
         assert (array == at_best[name]).all()
 
 
-@pytest.mark.ranks
-@pytest.mark.slow
-@needs_mpi
-def test_any_number_of_ranks_validates_alike(run):
+@slow_ranks
+def test_validation_is_equal_on_any_ranks(run):
     weights = run / "weights.safetensors"
     alone = evaluated(weights, "--val", "story")
     assert alone["perplexity"] > 1 and 0 < alone["bits_per_byte"] < 8
     assert all(evaluated(weights, "--val", "story", ranks=ranks) == alone for ranks in (2, 3))
 
 
-def test_eval_reads_as_much_as_is_asked_for_and_further_than_in_training_with_rope(run, tmp_path):
+def test_eval_limits_tokens_and_extends_rope_context(run, tmp_path):
     weights = run / "weights.safetensors"
     words = (weights, "--val", "story")
     full, some = evaluated(*words), evaluated(*words, "--val-tokens", "40")
@@ -94,15 +82,14 @@ def test_eval_reads_as_much_as_is_asked_for_and_further_than_in_training_with_ro
     assert "40 tokens" in written.stderr
 
 
-def test_hellaswag_is_scored_while_training_and_afterwards(tmp_path):
+def test_hellaswag_is_scored_in_training_and_eval(tmp_path):
     file = tmp_path / "hellaswag.jsonl"
     endings = ["the lamp", "a lamp", "lamp the", "the"]
     examples = [{"ctx": "lit the lamp", "endings": endings, "label": label} for label in (0, 1, 2, 3)]
     file.write_text("\n".join(map(json.dumps, examples)))
     out = train(tmp_path / "run", "--steps", "10", "--eval-every", "5", "--hellaswag", file)
-    logged = [line for line in lines(out) if "hellaswag" in line]
-    assert [line["step"] for line in logged] == [0, 5, 10]
-    assert {line["hellaswag"] for line in logged} == {0.25}  # each of the four has another right ending
+    scored = {line["step"]: line["hellaswag"] for line in logged(out) if "hellaswag" in line}
+    assert scored == dict.fromkeys((0, 5, 10), 0.25)  # each of the four has another right ending
     assert evaluated(out / "weights.safetensors", "--hellaswag", file)["hellaswag_acc"] == 0.25
     file.write_text("{}")
     damaged = inside("train", "--data", "story", "--hellaswag", file, "--out", tmp_path / "x")
@@ -110,12 +97,11 @@ def test_hellaswag_is_scored_while_training_and_afterwards(tmp_path):
     assert not (tmp_path / "x").exists()
 
 
-def test_weights_are_trained_further_and_not_needed_to_resume(run, tmp_path):
+def test_init_weights_are_trained_further_and_resumed(run, tmp_path):
     start = shutil.copy(run / "weights.safetensors", tmp_path / "start.safetensors")
     more = ["train", "--init", start, "--data", "story", "--batch-size", "8", "--threads", "1"]
     more += ["--lr", "1e-5", "--eval-every", "1", "--val-fraction", "0.2"]
-    first = inside(*more, "--steps", "2", "--out", tmp_path / "more")
-    assert first.returncode == 0, first.stderr
+    succeeded(*more, "--steps", "2", "--out", tmp_path / "more")
     assert validations(tmp_path / "more")[0] == pytest.approx(validations(run)[20], rel=1e-6)
     model = (tmp_path / "more" / "config.toml").read_text()
     assert "n_embd = 16" in model and str(start) in model
@@ -123,6 +109,5 @@ def test_weights_are_trained_further_and_not_needed_to_resume(run, tmp_path):
     refused(inside(*more, "--n-layer", "3", *new), 2, "n_layer 2, not 3")
     refused(inside(*more, "--tokenizer", "char", *new), 65, "word", "--tokenizer auto")
     (tmp_path / "start.safetensors").unlink()
-    again = inside(*more, "--steps", "3", "--out", tmp_path / "more", "--resume", "auto")
-    assert again.returncode == 0, again.stderr
+    succeeded(*more, "--steps", "3", "--out", tmp_path / "more", "--resume", "auto")
     refused(inside(*more, *new), 74, "start.safetensors")

@@ -1,4 +1,4 @@
-"""Tuning on chats: rows of whole examples, a loss of their answers alone, and runs like any other."""
+"""Tuning on chats: rows of whole examples, a loss of only the answers, and runs."""
 
 import io
 import json
@@ -34,7 +34,7 @@ from steps import build_step
 from stopping import at_call
 from threadranks import on_all_ranks
 
-from conftest import inside, losses, popen, refused
+from conftest import inside, losses, popen, refused, succeeded, validations
 from models import VARIANTS
 
 SAMPLE = bundled("weights", "sample.safetensors")
@@ -79,11 +79,7 @@ def random_examples(vocab, lengths, seed=0):
     return Examples(inputs.astype(np.uint16), targets.astype(np.int32), starts)
 
 
-# -- rows
-
-
 def sequences(batches, step, seq_len, rows=4):
-    """Inputs and targets of every example of a batch, each whole in one row, and the fraction that counts."""
     x, y, positions = np.zeros((3, rows, seq_len), np.int32)
     batches.fill(step, slice(None), x, y, positions)
     assert batches.counted_fraction(step) == (y != IGNORE_INDEX).mean()
@@ -96,7 +92,7 @@ def sequences(batches, step, seq_len, rows=4):
     return found
 
 
-def test_every_example_is_whole_in_one_row_and_comes_once_in_an_epoch():
+def test_examples_are_whole_and_once_per_epoch():
     lengths = np.random.default_rng(1).integers(1, 33, 200)
     examples = random_examples(90, lengths)
     batches = ExampleBatches(examples, 32, 4, seed=5)
@@ -110,20 +106,16 @@ def test_every_example_is_whole_in_one_row_and_comes_once_in_an_epoch():
     assert sum((y != IGNORE_INDEX).sum() for _, y in found) >= 0.97 * (examples.targets != IGNORE_INDEX).sum()
 
 
-def test_long_examples_lose_their_end_and_some_their_place(chats, tmp_path):
+def test_long_examples_are_truncated_or_dropped(chats, tmp_path):
     rows = [*ROWS, {"prompt": "A long question, " * 9, "completion": "lost"}, {"text": "All of it. " * 20}]
     path, said = written(tmp_path / "chats.jsonl", *rows), []
-    tokenizer = load_tokenizer("byte", "")
-    request = DataRequest(str(path), seq_len=80, existing=tokenizer)
+    request = DataRequest(str(path), seq_len=80, existing=load_tokenizer("byte", ""))
     found = LOADING.load(SerialComm(), request, said.append).train
     assert len(said) == 1 and re.match(r"2 of 7 examples .*81 tokens \(--seq-len\).* 1 without an answer", said[0])
     assert len(found.starts) == len(ROWS) + 2 and max(np.diff(found.starts)) == 80
     parts = LOADING.load(SerialComm(), replace(request, val_fraction=0.4), said.append)
     assert (len(parts.train.starts), len(parts.val.starts)) == (5, 3)
     assert parts.train.fingerprint != found.fingerprint
-
-
-# -- gradients
 
 
 def with_weights(config, kernels, ranks=1):
@@ -135,7 +127,6 @@ def with_weights(config, kernels, ranks=1):
 
 
 def one_by_one(config, pairs):
-    """The mean loss of the answers and its gradient, each example a sequence of its own."""
     model = with_weights(config, Kernels("float64"))
     total, gradient, counted = 0.0, 0.0, 0
     for inputs, targets in pairs:
@@ -149,7 +140,7 @@ def one_by_one(config, pairs):
 
 @pytest.mark.parametrize("name", ["gpt2", "grouped queries", "modern"])
 @pytest.mark.parametrize(("ranks", "micro_batches"), [(1, 1), (2, 1), (1, 2)])
-def test_a_step_is_that_of_the_mean_over_all_answers_of_the_batch(name, ranks, micro_batches):
+def test_step_averages_all_answers_of_the_batch(name, ranks, micro_batches):
     config = replace(VARIANTS[name], seq_len=16)
     examples = random_examples(config.vocab_size, [16, 3, 1, 9, 12, 5, 2, 7, 16, 4])
     t = TrainConfig(batch_size=4, chats=True, grad_accum=micro_batches, recompute="mlp", dtype="float32")
@@ -167,26 +158,21 @@ def test_a_step_is_that_of_the_mean_over_all_answers_of_the_batch(name, ranks, m
         np.testing.assert_allclose(summed, gradient, rtol=0, atol=1e-6)
 
 
-# -- runs
-
-
-def test_a_tuned_run_knows_its_examples_is_evaluated_and_keeps_the_tokenizer(chats, tmp_path):
+def test_tuned_run_evaluates_answers_and_keeps_tokenizer(chats, tmp_path):
     out = tmp_path / "run"
     said = tuned(chats, out, "--epochs", "2", "--val", str(chats), "--eval-every", "2")
     found = re.search(r"5 examples of .* in (\d) sequences, .* full: .* epochs are (\d) steps of 2 seq", said)
     assert found and int(found[2]) == int(found[1]) and len(losses(out)) == int(found[2])
     assert f"chat --weights {out / 'best.safetensors'}" in said and "is also the training text" in said
-    lines = map(json.loads, (out / "metrics.jsonl").read_text().splitlines())
-    found = [line["val_loss"] for line in lines if "val_loss" in line]
+    last = [*validations(out).values()][-1]
     answers = sum(map(len, CHATS.values())) + len(CHATS) * len("\n\nUser:\n")
     measured = inside("eval", "--weights", out / "weights.safetensors", "--val", chats, "--chats", "--json")
     assert json.loads(measured.stdout)["val_tokens"] == answers
-    assert json.loads(measured.stdout)["val_loss"] == pytest.approx(found[-1], rel=1e-6)
-    info = inside("weights", "info", out / "weights.safetensors").stdout
-    assert "byte" in info
+    assert json.loads(measured.stdout)["val_loss"] == pytest.approx(last, rel=1e-6)
+    assert "byte" in inside("weights", "info", out / "weights.safetensors").stdout
 
 
-def test_a_tuned_run_resumes_with_the_same_bits(chats, tmp_path, monkeypatch):
+def test_tuned_run_resumes_bitwise_identical(chats, tmp_path, monkeypatch):
     whole, halves = tmp_path / "whole", tmp_path / "halves"
     words = ("--epochs", "3", "--val-fraction", "0.3", "--eval-every", "3")
     tuned(chats, whole, *words)
@@ -197,9 +183,7 @@ def test_a_tuned_run_resumes_with_the_same_bits(chats, tmp_path, monkeypatch):
     refused(tune(chats, halves, *words), 2, "already contains this run; add --resume auto")
 
     def resumed(out, *more):
-        again = inside("tune", "--out", out, "--resume", "auto", "--threads", "1", *more)
-        assert again.returncode == 0, again.stderr
-        return again.stdout
+        return succeeded("tune", "--out", out, "--resume", "auto", "--threads", "1", *more).stdout
 
     assert "changed from" not in resumed(halves) and losses(halves) == losses(whole)
     assert (halves / "weights.safetensors").read_bytes() == (whole / "weights.safetensors").read_bytes()
@@ -210,22 +194,20 @@ def test_a_tuned_run_resumes_with_the_same_bits(chats, tmp_path, monkeypatch):
     assert "all 3 epochs are done" in done and "--resume auto --epochs 6" in done
 
 
-def test_the_chat_template_and_the_special_tokens_stay_with_the_weights(chats, tmp_path):
+def test_tuned_weights_keep_chat_template(chats, tmp_path):
     tokenizer = write_family(tmp_path / "model", "smollm2", **settings("smollm2"))
     config = replace(VARIANTS["modern"], vocab_size=tokenizer.size, seq_len=96)
     model = with_weights(config, CpuKernels("float32", 1))
     base = tmp_path / "base.safetensors"
     save_model(base, model, Description(RunConfig(config), tokenizer))
     words = ("--weights", base, "--data", chats, "--epochs", "1", "--threads", "1", "--out", tmp_path / "run")
-    result = inside("tune", *words)
-    assert result.returncode == 0, result.stderr
+    succeeded("tune", *words)
     kept = read_description(tmp_path / "run" / "weights.safetensors").tokenizer
     assert kept.to_json() == tokenizer.to_json() and kept.chat.source
-    answered = inside("infer", "--weights", tmp_path / "run", "--prompt", "a", "--max-new-tokens", "2")
-    assert answered.returncode == 0, answered.stderr
+    succeeded("infer", "--weights", tmp_path / "run", "--prompt", "a", "--max-new-tokens", "2")
 
 
-def test_chat_says_what_was_never_taught_to_chat_and_serve_knows_it(chats, tmp_path, monkeypatch):
+def test_chat_warns_of_untuned_weights(chats, tmp_path, monkeypatch):
     run, lora = tmp_path / "run", tmp_path / "lora"
     tuned(chats, run, "--epochs", "1")
     tuned(chats, lora, "--epochs", "1", "--lora-rank", "2")
@@ -239,22 +221,19 @@ def test_chat_says_what_was_never_taught_to_chat_and_serve_knows_it(chats, tmp_p
         assert served_model(loaded, "it", loaded.slots(1, 0)).chats == is_taught, (weights, adapter)
 
 
-@pytest.mark.parametrize(
-    ("rows", "named"),
-    [
-        ([], "has no rows"),
-        ([{"messages": [{"role": "user", "content": "Hello?"}]}], "line 1: the chat has no answer"),
-        ([ROWS[0], {"messages": [{"role": "oracle", "content": "Yes."}]}], "line 2: message 1: unknown role"),
-        ([{"prompt": "x" * 200, "completion": "y"}], "no example has an answer within its first 129 tokens"),
-        ([{"title": "none of these"}], "line 1: it has 'title'"),
-    ],
-)
-def test_chats_that_cannot_be_tuned_on_are_refused(rows, named, tmp_path):
+@pytest.mark.parametrize(("rows", "named"), [
+    ([], "has no rows"),
+    ([{"messages": [{"role": "user", "content": "Hello?"}]}], "line 1: the chat has no answer"),
+    ([ROWS[0], {"messages": [{"role": "oracle", "content": "Yes."}]}], "line 2: message 1: unknown role"),
+    ([{"prompt": "x" * 200, "completion": "y"}], "no example has an answer within its first 129 tokens"),
+    ([{"title": "none of these"}], "line 1: it has 'title'"),
+])  # fmt: skip
+def test_invalid_chats_are_rejected(rows, named, tmp_path):
     refused(tune(written(tmp_path / "bad.jsonl", *rows), tmp_path / "run"), 65, named)
     assert not (tmp_path / "run").exists()
 
 
-def test_impossible_options_are_refused_before_anything_is_written(chats, tmp_path):
+def test_tune_rejects_impossible_options(chats, tmp_path):
     out = tmp_path / "run"
     refused(tune(tmp_path / "gone.jsonl", out), 65, "gone.jsonl")
     refused(tune(chats, out, "--val-fraction", "0.01"), 65, "of 5 examples")
@@ -265,7 +244,7 @@ def test_impossible_options_are_refused_before_anything_is_written(chats, tmp_pa
 
 
 @pytest.mark.slow
-def test_a_model_answers_by_heart_what_it_was_taught(chats, tmp_path):
+def test_tuned_model_memorizes_answers(chats, tmp_path):
     tuned(chats, tmp_path / "run", "--epochs", "60", "--lr", "1e-3", "--dtype", "float32")
     asked = ("chat", "--weights", tmp_path / "run", "--temperature", "0")
     with popen(*asked, stdin=-1, stdout=-1, stderr=-1, encoding="utf-8") as process:

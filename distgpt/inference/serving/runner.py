@@ -77,19 +77,19 @@ class Runner:
     """
 
     def __init__(
-        self, make: Callable[[], Engine], lanes: int, limits: Limits, died: Callable[[DistgptError], None]
+        self, make: Callable[[], Engine], slots: int, limits: Limits, died: Callable[[DistgptError], None]
     ) -> None:
         self.metrics = Metrics()
-        self._make, self._lanes, self._limits, self._died = make, lanes, limits, died
+        self._make, self._slots, self._limits, self._died = make, slots, limits, died
         self._engine = make()
         self._calls: set[Call] = set()
         self._inbox: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
         self._tickets: dict[int, tuple[Call, int]] = {}  # used only in the engine's thread
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         gauge = partial(Gauge, namespace="distgpt", registry=self.metrics.registry)
-        gauge("lanes", "Maximum number of concurrent samples.").set(lanes)
+        gauge("lanes", "Maximum number of concurrent samples.").set(slots)
         for name, help, count in (
-            ("queue_length", "Samples that wait for a lane.", lambda: self._engine.waiting),
+            ("queue_length", "Samples that wait for a slot.", lambda: self._engine.waiting),
             ("running_sequences", "Samples being generated.", lambda: self._engine.running),
             ("open_requests", "Completion requests in progress.", lambda: len(self._calls)),
         ):
@@ -112,7 +112,7 @@ class Runner:
         """Submit requests that arrived at `begun`. Raise a Refusal if they exceed the limits."""
         limits = self._limits
         call = Call(requests, size, begun)
-        self._refuse_beyond("samples", self._lanes + limits.queue, call, lambda each: each.left)
+        self._refuse_beyond("samples", self._slots + limits.queue, call, lambda each: each.left)
         self._refuse_beyond("tokens and logprobs", limits.everything, call, lambda each: each.size)
         self._calls.add(call)
         self.metrics.prompt_tokens.inc(sum(len(request.prompt) for request in requests))

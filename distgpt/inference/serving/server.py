@@ -103,7 +103,7 @@ class Server(uvicorn.Server):
         self, loaded: LoadedModel, slots: Slots, name: str, where: ListenOn, listener: socket.socket
     ) -> None:
         self.listener, self._where = listener, where
-        self._about = f"{name} ({count(slots.count, 'lane')} of {loaded.model.config.seq_len} tokens)"
+        self._about = f"{name} ({count(slots.count, 'slot')} of {loaded.model.config.seq_len} tokens)"
         self.failure: DistgptError | Interrupted | None = None
         self.runner = Runner(lambda: loaded.engine(slots), slots.count, where.limits, self.fail)
         self._app = App(served_model(loaded, name, slots), self.runner, where)

@@ -1,4 +1,4 @@
-"""Caches: where they lie, how large they become, and how many processes or threads make the same."""
+"""Caches: directories, size limits, and concurrent processes or threads."""
 
 import os
 import signal
@@ -20,7 +20,6 @@ from conftest import wait_for
 
 @pytest.fixture
 def places(tmp_path, monkeypatch):
-    """The places for a cache, in order: beside the sources, the user's cache, the temporary folder."""
     for name in (caches.CACHE, caches.LIMIT, "XDG_CACHE_HOME"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
@@ -41,12 +40,12 @@ SPOILED = {
     "a file in the way": lambda folder: folder.write_text(""),
     "writable by all": lambda folder: (folder.mkdir(), folder.chmod(0o777)),
     "a link to elsewhere": lambda folder: folder.symlink_to(folder.parent, target_is_directory=True),
-    "of somebody else": lambda folder: (folder.mkdir(), give_away(folder)),
+    "another user's": lambda folder: (folder.mkdir(), give_away(folder)),
 }
 
 
 @pytest.mark.parametrize("spoil", SPOILED.values(), ids=SPOILED)
-def test_the_first_private_place_is_taken(places, spoil):
+def test_cache_uses_first_private_directory(places, spoil):
     beside = places[0]
     for expected in places:
         folder = cache_folder("loops", beside)
@@ -56,13 +55,13 @@ def test_the_first_private_place_is_taken(places, spoil):
     assert cache_folder("loops", beside) is None
 
 
-def test_a_place_that_others_may_change_is_not_used(places):
+def test_cache_avoids_directories_of_others(places):
     beside, user, temporary = places
     beside.chmod(0o777)
     assert cache_folder("loops", beside) == user / "loops"
-    beside.chmod(0o1777)  # as /tmp: nobody may rename what is another's
+    beside.chmod(0o1777)  # sticky like /tmp
     assert cache_folder("loops", beside) == beside / "loops"
-    SPOILED["of somebody else"](beside / "shared")  # who may put a folder of his own there, at any time
+    SPOILED["another user's"](beside / "shared")  # the owner may replace its entries
     (beside / "shared").chmod(0o1777)
     assert cache_folder("loops", beside / "shared") == user / "loops"
     (beside / "shared" / "loops").mkdir(mode=0o700)
@@ -83,7 +82,7 @@ def test_variables_move_all_caches(places, tmp_path, monkeypatch):
         assert not misplaced(found)
     monkeypatch.setenv(caches.CACHE, "~/mine")
     assert cache_folder("kernels") == tmp_path / "home" / "mine" / "kernels"
-    # What others may write to is left for the temporary folder, and not for the home.
+    # A shared directory is replaced by the temporary directory, not by the home.
     monkeypatch.setenv(caches.CACHE, str(tmp_path / "open"))
     (tmp_path / "open").mkdir()
     (tmp_path / "open").chmod(0o777)
@@ -95,7 +94,7 @@ def test_variables_move_all_caches(places, tmp_path, monkeypatch):
     assert not (tmp_path / "$NOT_SET_HERE").exists()
 
 
-def test_without_any_place_nothing_is_kept_and_all_is_made(places, tmp_path, monkeypatch):
+def test_cache_without_directory_keeps_nothing(places, tmp_path, monkeypatch):
     (tmp_path / "home").write_text("")
     SPOILED["writable by all"](places[2])
     assert cache_folder("kernels") is None
@@ -107,14 +106,13 @@ def test_without_any_place_nothing_is_kept_and_all_is_made(places, tmp_path, mon
 
 
 @pytest.mark.ci
-def test_importing_survives_a_working_directory_that_is_gone(tmp_path):
-    """An error of one rank before it has joined the others would leave them waiting."""
+def test_import_survives_deleted_working_directory(tmp_path):
     code = f"import os; os.chdir({str(tmp_path)!r}); os.rmdir({str(tmp_path)!r}); import distgpt.commands.cli"
     env = {**os.environ, caches.CACHE: "relative"}
     assert subprocess.run([sys.executable, "-P", "-c", code], env=env).returncode == 0
 
 
-def test_a_file_of_another_user_is_not_read(tmp_path):
+def test_cache_ignores_files_of_other_users(tmp_path):
     path = tmp_path / "file"
     caches.write_checked(path, b"x")
     assert read_checked(path) == b"x"
@@ -122,10 +120,7 @@ def test_a_file_of_another_user_is_not_read(tmp_path):
     assert read_checked(path) is None
 
 
-# Bounds
-
-
-def test_the_least_recently_used_goes_and_that_of_other_versions_first(tmp_path, monkeypatch):
+def test_cache_evicts_least_recently_used(tmp_path, monkeypatch):
     monkeypatch.setenv(caches.LIMIT, "3K")
     new, old = (tmp_path / f"loops-{digit * 16}" for digit in "ab")
     others, kernels = tmp_path / "loops-of-mine", tmp_path / "kernels"
@@ -147,22 +142,19 @@ def test_the_least_recently_used_goes_and_that_of_other_versions_first(tmp_path,
     assert {path.stem for path in kernels.glob("*.choice")} == {"7", "8", "9"} and not [*new.iterdir()]
 
 
-def test_a_limit_that_is_no_size_is_refused(monkeypatch):
+def test_invalid_cache_limit_is_rejected(monkeypatch):
     monkeypatch.setenv(caches.LIMIT, "much")
     with pytest.raises(UsageError, match=f"{caches.LIMIT}.*much"):
         caches.cache_limit()
 
 
-def test_reading_notes_the_use_once_a_day(tmp_path):
+def test_reading_updates_use_time_daily(tmp_path):
     path, now = tmp_path / "file", time.time()
     caches.write_checked(path, b"x")
     for age, is_noted in ((0.5, False), (2, True)):
         os.utime(path, (now - age * caches.DAY,) * 2)
         assert read_checked(path) == b"x"
         assert (path.stat().st_mtime > now - caches.DAY / 4) == is_noted
-
-
-# Turns: locks of files are those of whoever has opened them, threads or processes
 
 
 @pytest.fixture
@@ -172,7 +164,7 @@ def path(places, tmp_path):
 
 
 @pytest.mark.parametrize("has_locks", [True, False])
-def test_of_many_that_start_at_once_one_makes_it(path, monkeypatch, has_locks):
+def test_concurrent_callers_compute_once(path, monkeypatch, has_locks):
     made = []
 
     def make():
@@ -189,7 +181,7 @@ def test_of_many_that_start_at_once_one_makes_it(path, monkeypatch, has_locks):
 
 
 @pytest.mark.ci
-def test_one_that_was_killed_is_followed_by_the_next_and_blocks_nobody(path):
+def test_killed_holder_releases_cache_lock(path):
     ready, told = os.pipe()
     if not (holder := os.fork()):
         with alone(path):
@@ -206,15 +198,14 @@ def test_one_that_was_killed_is_followed_by_the_next_and_blocks_nobody(path):
     assert [*path.parent.iterdir()] == [path]
 
 
-def test_one_that_is_stuck_is_waited_for_with_a_bound(path, monkeypatch):
+def test_stuck_holder_is_waited_for_with_a_limit(path, monkeypatch):
     monkeypatch.setattr(caches, "PATIENCE", 0.02)
     with alone(path):
         assert compute_once(path, lambda: b"content") == b"content"
         assert read_checked(path) == b"content"
 
 
-def test_what_cannot_be_kept_is_made_by_all_at_once(path, monkeypatch):
-    """One after the other they would wait for as many times as there are processes."""
+def test_unwritable_results_are_computed_concurrently(path, monkeypatch):
     waiting, ready, together, real = set(), threading.Event(), threading.Barrier(4, timeout=20), caches.lock
 
     def noted(descriptor, kind):
@@ -241,6 +232,6 @@ def test_what_cannot_be_kept_is_made_by_all_at_once(path, monkeypatch):
     assert not [*path.parent.iterdir()]
 
 
-def test_a_folder_that_was_removed_meanwhile_is_made_again(path):
+def test_removed_cache_directory_is_recreated(path):
     path.parent.rmdir()
     assert compute_once(path, lambda: b"new") == b"new" and read_checked(path) == b"new"

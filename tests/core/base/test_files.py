@@ -1,4 +1,4 @@
-"""Files are whole or not there at all: whatever fails while one is written, and when its name is given."""
+"""Files are written completely or not at all."""
 
 import errno
 import io
@@ -16,7 +16,7 @@ from distgpt.core.saved.tensors import read_header, read_into, write_tensors
 SOME = {"x": np.arange(9.0)}
 
 
-def test_missing_files_directories_and_rights(tmp_path):
+def test_missing_files_and_permissions_are_errors(tmp_path):
     for act, words in (
         (lambda: read_header(tmp_path / "nowhere"), r"cannot read .*nowhere: No such file"),
         (lambda: write_tensors(tmp_path / "nowhere" / "file", SOME, {}), "cannot write .*file: No such file"),
@@ -25,7 +25,7 @@ def test_missing_files_directories_and_rights(tmp_path):
             act()
     with pytest.raises(DataError, match="is a directory"):
         read_into(tmp_path, {})
-    with tempfile.TemporaryDirectory() as name:  # where others may enter
+    with tempfile.TemporaryDirectory() as name:  # accessible to other users
         place = Path(name)
         (place / "secret").touch(0o000)
         place.chmod(0o555)
@@ -39,7 +39,6 @@ def test_missing_files_directories_and_rights(tmp_path):
 
 
 def check_failed_write(path, reason):
-    """A write that fails says why, and leaves the older file as it was and nothing beside it."""
     before = path.read_bytes()
     with pytest.raises(StorageError, match=f"cannot write {path}: {reason}"):
         write_tensors(path, {"big": np.zeros(1 << 20, np.float32)}, {})
@@ -53,7 +52,7 @@ def path(tmp_path):
 
 
 @pytest.mark.ci
-def test_failed_and_interrupted_writes(tmp_path, path, monkeypatch):
+def test_failed_writes_keep_the_old_file(tmp_path, path, monkeypatch):
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
         patch.setattr(os, "fsync", raising(KeyboardInterrupt))
         write_tensors(path, SOME, {})
@@ -70,8 +69,8 @@ def test_failed_and_interrupted_writes(tmp_path, path, monkeypatch):
         check_failed_write(path, "No space left on device")
 
 
-def test_a_file_is_on_the_disk_before_it_has_its_name_and_its_name_before_anybody_is_told(path, monkeypatch):
-    """Also where a directory cannot be synced, as on some network file systems."""
+def test_file_is_synced_on_the_disk_before_rename(path, monkeypatch):
+    """Some network file systems cannot sync a directory."""
     calls, fsync, replace = [], os.fsync, os.replace
 
     def synced(descriptor):
@@ -93,8 +92,7 @@ def test_a_file_is_on_the_disk_before_it_has_its_name_and_its_name_before_anybod
 
 
 @pytest.mark.parametrize("replaced", [False, True])
-def test_lines_that_fail_leave_the_file_as_it_was(tmp_path, monkeypatch, replaced):
-    """A network's file system may report a full disk as late as at closing; others may have put a file in its place."""
+def test_failed_append_keeps_the_file(tmp_path, monkeypatch, replaced):
     path, other = tmp_path / "lines", tmp_path / "other"
     other.write_bytes(b"of another process, and longer\n")
 

@@ -1,4 +1,4 @@
-"""Numbers as people read and write them."""
+"""Numbers, sizes and durations as text."""
 
 import pytest
 from distgpt.core.base import formatting as f
@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 
-def test_numbers_are_written_for_people():
+def test_numbers_are_formatted():
     assert [f.count(1, "token"), f.count(2048, "token")] == ["1 token", "2,048 tokens"]
     assert [f.count(2, "process"), f.count(3, "micro-batch")] == ["2 processes", "3 micro-batches"]
     assert [f.three_digits(x) for x in (0.5, 1.25, 99.96, 12345.0)] == ["0.500", "1.25", "100", "12,345"]
@@ -20,7 +20,7 @@ def test_numbers_are_written_for_people():
 
 
 @given(st.integers(0, 1 << 50), st.sampled_from(["", "B", "iB", "ib"]), st.sampled_from(["", " ", "  "]))
-def test_sizes_are_read_as_they_are_written(n, unit, space):
+def test_parse_size_inverts_size(n, unit, space):
     assert f.parse_size(f.size(n).replace(",", "")) == pytest.approx(n, rel=1e-3)
     for power, prefix in enumerate(["", "k", "M", "g"]):
         assert f.parse_size(f" {n % 10**6}{space}{prefix}{unit} ") == n % 10**6 << 10 * power
@@ -28,13 +28,13 @@ def test_sizes_are_read_as_they_are_written(n, unit, space):
 
 
 @given(st.integers(0, 10**9))
-def test_times_are_read_as_they_are_written(seconds):
+def test_parse_duration_inverts_typed_duration(seconds):
     assert f.parse_duration(f.typed_duration(seconds)) == max(1, seconds)
     times = {"3h50m": 13800, "90s": 90, "1.5 h": 5400, "2d": 172800, "1 d 2 h 3 m 4 s": 93784, "0h5m": 300}
     assert {text: f.parse_duration(text) for text in times} == times
 
 
-def test_counts_are_read_as_they_are_written():
+def test_parse_count_reads_suffixes():
     counts = {"5": 5, "2k": 2000, "1.5M": 1_500_000, "10B": 10**10, "1e9": 10**9}
     assert {text: f.parse_count(text, "--tokens") for text in counts} == counts
 
@@ -48,6 +48,6 @@ def of_tokens(text):
     *((f.parse_duration, text) for text in ("", "90", "m", "-3m", "3m2h", "0s", "1e3s", "9999999999d", "3:50:00")),
     *((of_tokens, text) for text in ("", "B", "0", "-3M", "ten", "1e999", "nan", "10Q")),
 ])  # fmt: skip
-def test_what_is_no_number_is_refused_by_name(parse, wrong):
+def test_invalid_numbers_are_rejected_by_name(parse, wrong):
     with pytest.raises(UsageError, match="--tokens" if parse is of_tokens else repr(wrong)):
         parse(wrong)

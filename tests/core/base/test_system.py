@@ -34,8 +34,6 @@ def no_proc(monkeypatch):
 
 
 def pretend_macos(monkeypatch, known):
-    """Let this process believe that it runs on macOS, where `known` are the answers of sysctl."""
-
     def sysctlbyname(name, value, size, new, new_size):
         assert not new and not new_size.value
         answer = known.get(name.decode())
@@ -50,7 +48,7 @@ def pretend_macos(monkeypatch, known):
     monkeypatch.setattr(ctypes, "CDLL", lambda name: SimpleNamespace(sysctlbyname=sysctlbyname))
 
 
-def test_a_mac_reports_its_fast_cores_and_memory(no_proc, monkeypatch):
+def test_macos_reports_fast_cores_and_memory(no_proc, monkeypatch):
     pretend_macos(monkeypatch, MAC)
     assert resources.usable_cores() == {0, 1, 2, 3}
     assert resources.available_memory() == 16 << 30
@@ -59,7 +57,7 @@ def test_a_mac_reports_its_fast_cores_and_memory(no_proc, monkeypatch):
     assert facts.memory()["available"] == min(16 << 30, facts.memory()["total"])
 
 
-def test_what_a_system_does_not_report_has_a_fallback(no_proc, monkeypatch):
+def test_missing_system_facts_have_fallbacks(no_proc, monkeypatch):
     assert sysctl("hw.memsize") == b"" and not sysctl_number("hw.memsize") and not sysctl_text("kern.x")
     for known in (None, {}):
         if known is not None:
@@ -69,8 +67,7 @@ def test_what_a_system_does_not_report_has_a_fallback(no_proc, monkeypatch):
 
 
 @pytest.mark.ci
-def test_windows_is_refused_and_wsl_named():
-    """In a process of its own, whose Python says that it is one of Windows."""
+def test_windows_is_rejected_with_wsl_hint():
     for name, code in (("distgpt.exe", 1), ("-m", 1), ("notebook", 3)):
         text = f"""
 import sys

@@ -1,4 +1,4 @@
-"""Files and texts that are not trusted: what is refused, and how it looks in a message."""
+"""Untrusted files and strings: invalid input and its display in messages."""
 
 import json
 import os
@@ -14,7 +14,7 @@ from distgpt.core.base.files import append, atomic_file, open_regular, read_smal
 from conftest import inside, refused
 
 
-def test_ordinary_json_is_what_it_says():
+def test_ordinary_json_is_parsed():
     text = '{"a": [1, -2, 1.5e3, true, null, "ü \\u00e9 \\ud83d\\ude00"], "b": {"c": 18446744073709551615}}'
     expected = {"a": [1, -2, 1500.0, True, None, "ü é 😀"], "b": {"c": 2**64 - 1}}
     assert parse_json(text) == parse_json(text.encode()) == expected
@@ -36,15 +36,15 @@ def test_ordinary_json_is_what_it_says():
     ("{", "Expecting"),
     ("", "Expecting"),
 ])  # fmt: skip
-def test_json_that_no_program_of_ours_writes_is_refused(text, reason, tmp_path):
+def test_unusual_json_is_rejected(text, reason, tmp_path):
     with pytest.raises(ValueError, match=reason):
         parse_json(text)
     with pytest.raises(DataError, match=f"f is corrupt: .*{reason}"):
         parse_object(text if isinstance(text, bytes) else text.encode(), tmp_path / "f")
 
 
-def test_json_has_a_limit_that_the_largest_tokenizers_fit_into(tmp_path):
-    """It may take 28 times its size in memory."""
+def test_json_size_limit_fits_largest_tokenizers(tmp_path):
+    """Parsed JSON can take 28 times its size in memory."""
     assert 35_000_000 < LARGEST_JSON < 64 << 20
     with pytest.raises(ValueError, match="larger than 48 MiB"):
         parse_json(b" " * (LARGEST_JSON + 1))
@@ -83,7 +83,7 @@ GOOD = {
 }
 
 
-def test_an_object_becomes_what_declares_it(tmp_path):
+def test_read_as_builds_declared_objects(tmp_path):
     expected = Whole((Part("a", 1), Part("b", 2, "val")), [(1, 2.0)], {"x": 3, "y": None}, True, [{}], {"x": [1]})
     assert read_as(Whole, json.dumps(GOOD).encode(), tmp_path / "f") == expected
     assert type(checked(Whole, GOOD).pairs[0][1]) is float
@@ -106,14 +106,14 @@ def test_an_object_becomes_what_declares_it(tmp_path):
     ({"is_done": 1}, "is_done must be true or false, not 1"),
     ({"is_done": None}, "is_done must be true or false"),
 ])  # fmt: skip
-def test_what_is_declared_otherwise_is_refused_by_file_and_key(tmp_path, changes, reason):
+def test_read_as_rejects_wrong_values_by_key(tmp_path, changes, reason):
     with pytest.raises(DataError, match=f"f is corrupt: .*{reason}") as refusal:
         read_as(Whole, json.dumps(GOOD | changes).encode(), tmp_path / "f")
     assert len(str(refusal.value)) < 200 + len(str(tmp_path))
 
 
-def test_only_regular_files_are_read_and_nobody_waits_for_a_pipe(tmp_path):
-    (tmp_path / "lines").write_bytes(b"x\nhalf a li")  # as a killed process leaves it
+def test_only_regular_files_are_read(tmp_path):
+    (tmp_path / "lines").write_bytes(b"x\nhalf a li")  # left by a killed process
     append(tmp_path / "lines", b"x\n")
     assert (tmp_path / "lines").read_bytes() == b"x\nx\n"
     os.mkfifo(tmp_path / "pipe")
@@ -131,8 +131,7 @@ def test_only_regular_files_are_read_and_nobody_waits_for_a_pipe(tmp_path):
         read_small(tmp_path / "file", 7)
 
 
-def test_a_planted_link_is_not_written_through(tmp_path, monkeypatch):
-    """Whatever name a writer uses on the way: one that is taken is not opened."""
+def test_writers_do_not_follow_planted_links(tmp_path, monkeypatch):
     (tmp_path / "victim").write_text("precious")
     names = iter("aab")
     monkeypatch.setattr("secrets.token_hex", lambda n: next(names))
@@ -143,7 +142,7 @@ def test_a_planted_link_is_not_written_through(tmp_path, monkeypatch):
     assert not (tmp_path / "out").exists()
 
 
-def test_new_files_have_the_rights_that_the_umask_leaves(tmp_path):
+def test_new_files_respect_umask(tmp_path):
     before = os.umask(0o027)
     try:
         with atomic_file(tmp_path / "out") as file:
@@ -153,7 +152,7 @@ def test_new_files_have_the_rights_that_the_umask_leaves(tmp_path):
     assert (tmp_path / "out").stat().st_mode & 0o777 == 0o640
 
 
-def test_messages_are_one_line_without_control_and_no_longer_than_a_screen():
+def test_messages_are_one_short_printable_line():
     assert one_line("no \x1b[2J\x00 thing\nat all \u202e") == "no \\x1b[2J\\x00 thing\\nat all \\u202e"
     long = one_line("cannot read " + "x" * 100_000 + ": the end")
     assert len(long) <= SCREEN and long.startswith("cannot read xx") and long.endswith("xx: the end")

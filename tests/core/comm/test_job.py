@@ -1,4 +1,4 @@
-"""The job of a process: how it leaves the other ranks, and when it has to be gone."""
+"""The job of a process: its exit among other ranks, and its time limit."""
 
 import atexit
 import io
@@ -22,13 +22,13 @@ def rank(rank, size, abort=lambda code: None):
 
 
 @pytest.mark.parametrize("job", [Job(), Launched()], ids=["plain", "launched"])
-def test_an_error_of_one_rank_ends_the_job_and_one_of_all_does_not(job, capsys, monkeypatch):
+def test_error_of_one_rank_aborts_the_job(job, capsys, monkeypatch):
     monkeypatch.setattr(jobs, "ignore_further", lambda: None)  # signals of this test
     ended = []
     rank_1, alone = rank(1, 2, ended.append), rank(0, 1, ended.append)
     for error, comm, code, is_aborted, said, is_traced in (
         (DataError("it is corrupt"), rank_1, 65, True, "rank 1: it is corrupt", False),
-        (collective_error(DataError("it is corrupt")), rank_1, 65, False, "", False),  # rank 0 says it
+        (collective_error(DataError("it is corrupt")), rank_1, 65, False, "", False),  # printed by rank 0
         (Interrupted(2, shared=True), rank_1, 130, False, "", False),
         (StorageError("it is full"), alone, 74, False, "it is full", False),
         (OSError(28, "No space left", "f"), rank_1, 74, True, "rank 1: f: No space left", True),
@@ -42,14 +42,13 @@ def test_an_error_of_one_rank_ends_the_job_and_one_of_all_does_not(job, capsys, 
         assert (type(error).__name__ in printed) == is_traced and (printed.count("\n") > 1) == is_traced
 
 
-def test_in_a_batch_job_a_rank_has_its_host(capsys, monkeypatch):
+def test_batch_job_errors_name_the_host(capsys, monkeypatch):
     monkeypatch.setenv("SLURM_JOB_ID", "7")
     Launched().leave(DataError("it is corrupt"), rank(3, 4))
     assert capsys.readouterr().err == f"distgpt: rank 3 on {platform.node()}: it is corrupt\n"
 
 
-def test_an_interrupt_before_mpi_has_started_ends_the_process_once_its_output_is_written(monkeypatch):
-    """The launcher then ends the other ranks, which wait for this one."""
+def test_interrupt_before_mpi_flushes_output(monkeypatch):
     monkeypatch.setattr(jobs, "ignore_further", lambda: None)
     for name in ("MPI_LOCALNRANKS", "PMI_SIZE"):
         monkeypatch.setenv(name, "2")
@@ -62,8 +61,8 @@ def test_an_interrupt_before_mpi_has_started_ends_the_process_once_its_output_is
     assert killed == [(15, b"a line\n")]
 
 
-def test_under_open_mpi_rank_0_has_time_to_say_why_no_rank_starts(capsys, monkeypatch):
-    """Its mpirun ends all ranks as soon as one fails. The first rank of another host says it, too."""
+def test_open_mpi_ranks_wait_for_error_of_rank_0(capsys, monkeypatch):
+    """Open MPI ends all ranks when one fails. The first rank of another host also prints the error."""
     said = []
 
     def start_mpi():
@@ -87,8 +86,6 @@ def test_under_open_mpi_rank_0_has_time_to_say_why_no_rank_starts(capsys, monkey
 
 
 class World:
-    """MPI, whose other ranks reach a barrier after some looks at it."""
-
     def __init__(self, looks, clock):
         self.looks, self.seen, self.clock = looks, 0, clock
         self.COMM_WORLD = self
@@ -104,8 +101,8 @@ class World:
 
 
 @pytest.mark.parametrize(("code", "caught", "ends"), [(3, 0, [3]), ("why", 0, [1]), (0, 0, []), (3, 5, [])])
-def test_sys_exit_on_one_rank_of_a_program_ends_the_job(code, caught, ends, monkeypatch):
-    """Not if the program has caught it and ran on, for `caught` seconds. Otherwise all wait for all."""
+def test_sys_exit_of_one_rank_ends_the_job(code, caught, ends, monkeypatch):
+    """A program may catch it and continue for `caught` seconds."""
     clock, registered = SimpleNamespace(now=0.0), []
     monkeypatch.setattr(launching, "time", SimpleNamespace(monotonic=lambda: clock.now, sleep=lambda _: None))
     monkeypatch.setattr(atexit, "register", registered.append)
@@ -122,22 +119,16 @@ def test_sys_exit_on_one_rank_of_a_program_ends_the_job(code, caught, ends, monk
     assert world.seen == 12 and ended == ends
 
 
-def test_every_end_has_its_exit_code():
+def test_errors_have_exit_codes():
     closed = SystemExit(1)
-    closed.__context__ = BrokenPipeError()  # as rich leaves when nobody reads any more
+    closed.__context__ = BrokenPipeError()  # rich, after the reader has closed
     for error, code in (
-        (KeyboardInterrupt(), 130),
-        (Interrupted(15), 143),
-        (BrokenPipeError(), 74),
-        (closed, 74),
-        (SystemExit(3), 3),
-        (SystemExit(), 70),
-        (ValueError(), 70),
-        (MemoryError(), 70),
-    ):
+        (KeyboardInterrupt(), 130), (Interrupted(15), 143), (BrokenPipeError(), 74), (closed, 74),
+        (SystemExit(3), 3), (SystemExit(), 70), (ValueError(), 70), (MemoryError(), 70),
+    ):  # fmt: skip
         assert exit_code(error) == code, error
 
 
-def test_only_a_launched_job_knows_when_it_ends(monkeypatch):
+def test_only_launched_jobs_have_an_end(monkeypatch):
     monkeypatch.setenv("SLURM_JOB_END_TIME", "99999999999")
     assert Job().end(None) is None and Job().end(5.0) is not None and Launched().end(None) is not None

@@ -1,4 +1,4 @@
-"""Where a run ran: hosts, batch job, launcher and MPI in its files, the time of day in its metrics."""
+"""The environment of a run in its files: hosts, batch job, launcher, MPI and times."""
 
 import json
 import platform
@@ -14,7 +14,7 @@ from distgpt.core.train import lines as loglines
 from distgpt.core.train.lines import Lines
 from distgpt.core.train.report import compact, shown_hosts
 
-from conftest import SCRIPT, SMALL, distgpt, inside, needs_mpi
+from conftest import SCRIPT, SMALL, distgpt, needs_mpi, succeeded, summary
 
 SIGNS = ("SLURM_JOB_ID", "PBS_JOBID", "LSB_JOBID", "SGE_TASK_ID")
 IN_A_JOB = {"SLURM_JOB_ID": "12", "SLURM_JOB_NAME": "mine"}
@@ -27,17 +27,14 @@ def outside_of_jobs(monkeypatch):
 
 
 def files(run):
-    """The summary, and the first line of the history."""
-    first = (run / "history.jsonl").read_text().splitlines()[0]
-    return json.loads((run / "summary.json").read_text()), json.loads(first)
+    return summary(run), json.loads((run / "history.jsonl").read_text().splitlines()[0])
 
 
 @pytest.mark.parametrize("words, shown", [([], 2), (["--log-lines", "0.0001s"], 9)])
-def test_a_run_in_a_batch_job_says_where_it_ran_and_when(tmp_path, words, shown):
-    """Each line with the time of day; by default the first step and the last, in less than half a minute."""
+def test_run_records_hosts_job_and_times(tmp_path, words, shown):
+    """Lines have times; by default a short run prints its first and last step."""
     begun = time.time()
-    ended = inside("train", *SMALL, "--steps", "9", *words, "--out", tmp_path / "run", env=IN_A_JOB)
-    assert ended.returncode == 0, ended.stderr
+    ended = succeeded("train", *SMALL, "--steps", "9", *words, "--out", tmp_path / "run", env=IN_A_JOB)
     for found in files(tmp_path / "run"):
         assert found["hosts"] == [platform.node()] and len(found["processors"]) == 1
         assert found["job"] == {"system": "Slurm", "id": "12", "name": "mine"}
@@ -52,14 +49,12 @@ def test_a_run_in_a_batch_job_says_where_it_ran_and_when(tmp_path, words, shown)
 @pytest.mark.smoke
 @pytest.mark.ranks
 @needs_mpi
-def test_ranks_say_where_they_ran(tmp_path):
-    """As root on two hosts: names of this machine, since each rank gets one of its own."""
+def test_ranks_record_hosts_and_mpi(tmp_path):
     own_name = ["unshare", "-u", "sh", "-c", 'hostname node$PMI_RANK && exec "$@"', "sh"]
     is_root = not subprocess.run([*own_name, "true"], capture_output=True).returncode
     hosts = ["node0", "node1"] if is_root else [f"{platform.node()}:2"]
     words = ["train", "--stage", "mpi", *SMALL, "--steps", "2", "--out", tmp_path / "run"]
-    ended = distgpt(*words, ranks=2, program=[*own_name, *SCRIPT] if is_root else SCRIPT)
-    assert ended.returncode == 0, ended.stderr
+    ended = succeeded(*words, ranks=2, program=[*own_name, *SCRIPT] if is_root else SCRIPT, by=distgpt)
     assert ended.stdout.count("step 1/2") == ended.stdout.count("weights   ") == 1 and ended.stderr == ""
     assert f"2 ranks{' on node0, node1' * is_root}, 1 thread each" in ended.stdout
     for found in files(tmp_path / "run"):
@@ -68,15 +63,15 @@ def test_ranks_say_where_they_ran(tmp_path):
     assert files(tmp_path / "run")[0]["environment"]["versions"]["mpi"] == found["mpi"]
 
 
-def test_hosts_are_named_in_the_order_of_the_ranks(monkeypatch):
+def test_hosts_are_listed_in_rank_order(monkeypatch):
     assert compact(["a", "a", "b", "b", "b", "a"]) == ["a:2", "b:3", "a"]
     assert shown_hosts(["a:2"]) == "" and shown_hosts(["a:2", "b"]) == "a:2, b"
     monkeypatch.setenv("SLURM_JOB_ID", "12")
-    assert shown_hosts(["a:2"]) == "a"  # which nobody has chosen
+    assert shown_hosts(["a:2"]) == "a"  # chosen by Slurm
     assert shown_hosts([f"n{i}:8" for i in range(64)]) == "n0:8, n1:8 … n63:8"
 
 
-def test_variables_name_the_batch_system():
+def test_batch_job_is_read_from_variables():
     for system, environ in (
         ("Slurm", IN_A_JOB),
         ("PBS", {"PBS_JOBID": "12", "PBS_JOBNAME": "mine"}),
@@ -84,13 +79,13 @@ def test_variables_name_the_batch_system():
         ("Grid Engine", {"JOB_ID": "12", "JOB_NAME": "mine", "SGE_TASK_ID": "undefined"}),
     ):
         assert batch_job(environ) == {"system": system, "id": "12", "name": "mine"}
-    assert batch_job({}) is None and batch_job({"JOB_ID": "12"}) is None  # which may be anything
+    assert batch_job({}) is None and batch_job({"JOB_ID": "12"}) is None  # ambiguous
     assert batch_job({"PBS_JOBID": "12"}) == {"system": "PBS", "id": "12"}
     assert batch_job({"SLURM_JOB_ID": ""}) is None
 
 
 @needs_mpi
-def test_the_library_is_named_in_a_few_words(monkeypatch):
+def test_mpi_library_name_is_short(monkeypatch):
     for said, name in (
         ("MPICH Version:      4.0.2\nMPICH Release date: …", "MPICH 4.0.2"),
         ("Open MPI v4.1.4, package: Debian OpenMPI, ident: 4.1.4, repo rev: v4.1.4\0", "Open MPI v4.1.4"),
@@ -104,17 +99,13 @@ FACTS = dict.fromkeys(("parameters", "vocabulary", "corpus_tokens", "held_out_to
 STEP = dict.fromkeys(("loss", "lr", "grad_norm", "tokens_per_s", "step_s"), 1.0)
 
 
-@pytest.mark.parametrize(
-    ("job", "is_terminal", "seconds", "steps"),
-    [
-        ({}, False, None, [1, *range(3, 30, 2), 39, 49, 59, 69]),
-        (IN_A_JOB, False, None, [1, 31, 61]),
-        (IN_A_JOB, True, None, [1, *range(3, 30, 2), 39, 49, 59, 69]),  # interactive
-        ({}, False, 20, [1, 21, 41, 61]),
-    ],
-)
-def test_lines_come_as_often_as_somebody_reads_them(job, is_terminal, seconds, steps, monkeypatch, capsys):
-    """Steps of a second each."""
+@pytest.mark.parametrize(("job", "is_terminal", "seconds", "steps"), [
+    ({}, False, None, [1, *range(3, 30, 2), 39, 49, 59, 69]),
+    (IN_A_JOB, False, None, [1, 31, 61]),
+    (IN_A_JOB, True, None, [1, *range(3, 30, 2), 39, 49, 59, 69]),  # interactive
+    ({}, False, 20, [1, 21, 41, 61]),
+])  # fmt: skip
+def test_step_lines_are_rarer_in_batch_jobs(job, is_terminal, seconds, steps, monkeypatch, capsys):
     now = [100.0]
     monkeypatch.setattr(loglines, "time", SimpleNamespace(monotonic=lambda: now[0]))
     monkeypatch.setattr(loglines.Output, "isatty", lambda self: is_terminal, raising=False)

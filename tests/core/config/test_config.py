@@ -1,4 +1,4 @@
-"""Configuration: settings and their options, precedence, refusals, the TOML round trip, schedules."""
+"""Configuration: settings, options, precedence, invalid values, TOML and schedules."""
 
 import contextlib
 import math
@@ -31,7 +31,6 @@ DEFAULTS = {f.name: f.default for f in (*fields(ModelConfig), *fields(TrainConfi
 
 
 def other(name, about):
-    """A value that is allowed beside the other defaults, but is none."""
     default = DEFAULTS[name]
     if about.kind is bool:
         return not default
@@ -43,7 +42,6 @@ def other(name, about):
 
 
 def words(name, about, value):
-    """The command line that gives a setting this value."""
     if name in SETTINGS and name not in OPTIONS:
         return ["--set", f"{name}={value}"]
     flags = spelled(name, about).split("/")
@@ -52,10 +50,7 @@ def words(name, about, value):
     return [flags[0], str(value)]
 
 
-# Settings and options
-
-
-def test_every_setting_reaches_the_configuration_by_its_option_or_by_set():
+def test_options_and_set_reach_the_configuration():
     command = click.command()(settings(lambda **flags: set_by_user(flags)))
     for name in SETTINGS:
         about, value = SETTINGS[name], other(name, SETTINGS[name])
@@ -81,13 +76,13 @@ def test_every_setting_reaches_the_configuration_by_its_option_or_by_set():
     ("steps", "must be NAME=VALUE"),
     ("steps=3 --steps 4", "steps is set twice"),
 ])  # fmt: skip
-def test_set_names_what_is_wrong(words, message):
+def test_set_rejects_invalid_assignments(words, message):
     command = click.command()(settings(lambda **flags: set_by_user(flags)))
     with pytest.raises(UsageError, match=message):
         command.main(["--set", *words.split()], standalone_mode=False)
 
 
-def test_set_turns_graphs_off_and_the_later_one_counts():
+def test_last_set_wins_and_covers_gpu_settings():
     command = click.command()(stage_options(settings(lambda stage, threads, gpu, **flags: (gpu, flags))))
     gpu, flags = command.main(
         ["--set", "cuda_graph=false", "--set", "lr=1", "--set", "lr=2"], "x", standalone_mode=False
@@ -95,7 +90,7 @@ def test_set_turns_graphs_off_and_the_later_one_counts():
     assert not gpu.graphs and set_by_user(flags) == {"lr": 2.0}
 
 
-def test_every_option_of_gpus_reaches_its_configuration():
+def test_gpu_options_reach_their_configuration():
     command = click.command()(stage_options(lambda stage, threads, gpu: gpu))
     assert command.main([], standalone_mode=False) == GpuConfig()
     for name, about in settings_of(GpuConfig).items():
@@ -103,24 +98,21 @@ def test_every_option_of_gpus_reaches_its_configuration():
         assert found == replace(GpuConfig(), **{name: value}), name
 
 
-# Where values come from
-
-
-def test_defaults_then_preset_then_file_then_flags(tmp_path):
+def test_precedence_is_defaults_preset_file_flags(tmp_path):
     toml = tmp_path / "mine.toml"
     toml.write_text('preset = "gpt-mini"\nsteps = 7\n[train]\nlr = 0.5\n[model]\nn_layer = 3\n')
     request = asked_for({"steps": 9}, toml=toml)
     run = resolve(request)
     assert request.name == "mine"
     assert (run.train.steps, run.train.lr, run.model.n_layer) == (9, 0.5, 3)
-    assert run.train.data == "story"  # from the preset
-    assert run.train.beta2 == TrainConfig().beta2  # from the defaults
+    assert run.train.data == "story"  # preset
+    assert run.train.beta2 == TrainConfig().beta2  # default
     request = asked_for({}, "microgpt", toml)  # the flag's preset overrides the file's
     assert (request.name, resolve(request).train.data) == ("microgpt", "names")
     assert (asked_for({}).name, resolve(asked_for({}))) == ("tiny", preset("tiny"))
 
 
-def test_former_choices_of_settings_are_read_from_files():
+def test_renamed_choices_are_read_from_files():
     for former in ("auto", "chunked", "hierarchical", "packed"):
         text = f'[train]\ngrad_sync = "{former}"\ndata = "auto"\n'
         assert parse_toml(text, "a file") == {"grad_sync": "allreduce", "data": "auto"}
@@ -128,7 +120,7 @@ def test_former_choices_of_settings_are_read_from_files():
     assert former_choices('[train]\ngrad_sync = "sharded"\nunknown = 1\n', "a file") == []
 
 
-def test_a_batch_in_tokens_and_one_in_sequences_replace_each_other(tmp_path):
+def test_batch_tokens_and_batch_size_replace_each_other(tmp_path):
     toml = tmp_path / "mine.toml"
     toml.write_text("[train]\nbatch_tokens = 4096\n[model]\nseq_len = 256\n")
     for changes, alone, on_file in (
@@ -141,7 +133,7 @@ def test_a_batch_in_tokens_and_one_in_sequences_replace_each_other(tmp_path):
         assert resolve(asked_for(changes, "gpt2", toml)).train.batch_size == on_file
 
 
-def test_a_run_that_begins_with_weights_has_their_model():
+def test_init_determines_the_model():
     held = ModelConfig(vocab_size=99, n_layer=2, seq_len=64, positions="learned")
     run = resolve(asked_for({"init": "w", "steps": 5}, "gpt2"), held)
     assert run.model == held
@@ -176,13 +168,10 @@ def test_configurations_survive_toml(name, changes):
     assert RunConfig().with_values(parse_toml(run.to_toml(), "x")) == run
 
 
-def test_every_setting_and_preset_survives_toml():
+def test_settings_and_presets_survive_toml():
     runs = [preset(name).with_values({"data": 'a "b"\\\n\tč'}) for name in PRESETS]
     for run in [*runs, RunConfig().with_values({name: other(name, about) for name, about in SETTINGS.items()})]:
         assert RunConfig().with_values(parse_toml(run.to_toml(), "x")) == run
-
-
-# Refusals
 
 
 @pytest.mark.parametrize("values, hint", [
@@ -214,7 +203,7 @@ def test_every_setting_and_preset_survives_toml():
     ({"qk_norm": False, "qk_norm_gain": True}, "requires qk_norm"),
     ({"batch_size": 6, "grad_accum": 4}, "must be a multiple of grad_accum"),
 ])  # fmt: skip
-def test_impossible_values_are_refused_with_a_hint(values, hint):
+def test_invalid_values_are_rejected_with_hint(values, hint):
     with pytest.raises(UsageError, match=hint) as caught:
         RunConfig().with_values(values)
     assert next(iter(values)) in str(caught.value)
@@ -226,14 +215,14 @@ def test_impossible_values_are_refused_with_a_hint(values, hint):
     ("tiny", {"batch_tokens": 1.5}, "multiple"),
     ("tiny", {"batch_tokens": 0}, "multiple"),
     ("gpt2-medum", {}, "'gpt2-medium'"),
-    ("nope", {}, r"unknown preset 'nope' \(allowed: tiny, .*, S, M, L, VL, XL, "),  # in their order
+    ("nope", {}, r"unknown preset 'nope' \(allowed: tiny, .*, S, M, L, VL, XL, "),  # preset order
 ])  # fmt: skip
-def test_impossible_presets_and_batches_are_refused(name, values, hint):
+def test_invalid_presets_and_batches_are_rejected(name, values, hint):
     with pytest.raises(UsageError, match=hint):
         preset(name, values)
 
 
-def test_values_are_allowed_up_to_their_limits():
+def test_values_are_valid_up_to_limits():
     for name, about in SETTINGS.items():
         if about.kind not in (int, float):
             continue
@@ -266,15 +255,12 @@ def test_values_are_allowed_up_to_their_limits():
     ("steps = " + "9" * 5000, "not valid TOML"),
     ("# " + "long" * 100_000, "longer than"),
 ], ids=range(8))  # fmt: skip
-def test_bad_files_are_refused_by_name(text, hint):
+def test_invalid_toml_files_are_rejected(text, hint):
     with pytest.raises(UsageError, match=f"mine.toml.*{hint}"):
         parse_toml(text, "mine.toml")
 
 
-# What follows from settings
-
-
-def test_sizes_that_follow_from_others():
+def test_derived_sizes():
     config = ModelConfig(vocab_size=50257, n_embd=768, n_head=12)
     assert (config.padded_vocab, config.hidden, config.head_size) == (50304, 3072, 64)
     assert [replace(config, **c).hidden for c in ({"mlp": "swiglu"}, {"mlp_width": 100})] == [2048, 100]
@@ -294,7 +280,7 @@ def test_schedules():
         assert found == pytest.approx(rates), schedule
 
 
-def test_a_warm_up_that_nobody_chose_fits_a_short_run(tmp_path):
+def test_default_warmup_fits_short_runs(tmp_path):
     def warmup(toml="", **flags):
         (tmp_path / "c.toml").write_text(toml)
         return resolve(asked_for(flags, "tiny-adamw", tmp_path / "c.toml")).train.warmup

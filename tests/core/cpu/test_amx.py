@@ -1,4 +1,4 @@
-"""When AMX is used, and who is told; test_tiles.py has its microkernel and a run."""
+"""Use of AMX; test_tiles.py has its microkernel and a run."""
 
 import ctypes
 import platform
@@ -45,7 +45,7 @@ def test_registers_follow_from_processor_and_variable(name, features, wanted, gr
     ("linux", "aarch64", 0, False),
     ("darwin", "x86_64", 0, False),
 ])  # fmt: skip
-def test_linux_is_asked_for_the_tile_registers(system, machine, answer, asks, monkeypatch):
+def test_tile_registers_are_requested_from_linux(system, machine, answer, asks, monkeypatch):
     asked = []
     syscall = SimpleNamespace(syscall=lambda *numbers: asked.append(numbers) or answer)
     monkeypatch.setattr(sys, "platform", system)
@@ -55,8 +55,7 @@ def test_linux_is_asked_for_the_tile_registers(system, machine, answer, asks, mo
     assert asked == [(158, 0x1023, 18)] * asks  # arch_prctl, ARCH_REQ_XCOMP_PERM, XTILEDATA
 
 
-def test_a_record_of_a_run_tells_whether_it_was_used(monkeypatch):
-    """Or a replay would promise the bits of a run that was computed otherwise."""
+def test_run_records_use_of_amx(monkeypatch):
     found = []
     for shape in (AVX512_BF16, AMX):
         monkeypatch.setattr(processor, "shape", lambda shape=shape: shape)
@@ -64,7 +63,7 @@ def test_a_record_of_a_run_tells_whether_it_was_used(monkeypatch):
     assert found[1] == f"{found[0]}-amx"
 
 
-def test_loops_with_other_tiles_lie_in_another_folder(tmp_path, monkeypatch):
+def test_loops_with_other_tiles_have_separate_caches(tmp_path, monkeypatch):
     monkeypatch.setattr(numba.config, "CACHE_DIR", str(tmp_path))
     monkeypatch.setattr(disk_cache, "folder_name", disk_cache.folder_name.__wrapped__)
     folders = []

@@ -1,4 +1,4 @@
-"""Attention on CPUs against the reference in float64: any length, any head size, NaN, any threads."""
+"""Attention on CPUs against the reference in float64: lengths, head sizes, NaN and threads."""
 
 import tracemalloc
 from itertools import product
@@ -12,13 +12,13 @@ from distgpt.core.ops.api import AttentionMask
 from distgpt.core.ops.kernels import Kernels
 from microkernels import stored, wide
 
-# Of a tensor's norm. Half a unit of bfloat16's last place is 2e-3 of an element.
+# Relative to a tensor's norm. Half a unit of bfloat16's last place is 2e-3 of an element.
 CLOSE = {"float64": 1e-13, "float32": 1e-6, "bfloat16": 5e-3}
 LENGTHS = [1, 2, 7, ROWS, ROWS + 1, 65, 4 * ROWS, 4 * ROWS + 1, 200]
 SIZES = [1, 2, 7, 16, 33, 48, 65, 128]
 
 
-# In float64 nobody trains, and its loops take long to compile.
+# Loops in float64 are rare and take long to compile.
 @pytest.fixture(params=["float32", "bfloat16", pytest.param("float64", marks=pytest.mark.ci)])
 def dtype(request):
     return request.param
@@ -33,7 +33,6 @@ def poisoned(shape, dtype):
 
 
 def both_passes(k, qkv, dy, n_head, seq_len, positions=None, window=0):
-    """y, lse, dqkv"""
     y, dqkv = (x.copy() for x in (dy, qkv))
     lse = np.full((len(dy), n_head), np.nan, k.accum_dtype)
     for out in (y, dqkv):
@@ -56,21 +55,20 @@ def inputs(dtype, n_seq, seq_len, n_head, size, seed=0, kv_heads=None):
 
 
 def shapes():
-    """Every length with a usual size, every size with lengths that end a tile early or late."""
+    """Yield every length with a usual size, and every size with lengths around a tile."""
     yield from ((seq_len, 64, 3, 3) for seq_len in LENGTHS)
     yield from ((seq_len, size, 3, 3) for size in SIZES for seq_len in (5, 2 * ROWS + 3, 57))
     yield from ((seq_len, size, 6, kv) for seq_len, size in ((7, 33), (4 * ROWS + 1, 16)) for kv in (1, 2))
 
 
 def both_exactly(y, dy, qkv, mask, n_head):
-    """What `both_passes` returns, by the reference; gradients are those of the rounded y, which both are given."""
     exact, outs = Kernels("float64"), (wide(dy) * 0, np.zeros((len(dy), n_head)), wide(qkv) * 0)
     exact.attention(outs[0], outs[1], wide(qkv), mask)
     exact.attention_backward(outs[2], wide(dy), wide(y), outs[1], wide(qkv), mask)
     return outs
 
 
-def test_every_length_and_size_of_head(dtype):
+def test_attention_for_all_lengths_and_head_sizes(dtype):
     for seq_len, size, n_head, kv_heads in shapes():
         qkv, dy = inputs(dtype, 2, seq_len, n_head, size, seed=seq_len, kv_heads=kv_heads)
         y, lse, dqkv = both_passes(kernels(dtype), qkv, dy, n_head, seq_len)
@@ -87,8 +85,7 @@ def test_every_length_and_size_of_head(dtype):
 
 
 @pytest.mark.parametrize("packed", [False, True])
-def test_a_token_sees_only_its_window(dtype, packed):
-    """Also in documents side by side."""
+def test_attention_respects_the_window(dtype, packed):
     n_head, size = 4, 20
     for seq_len, window in ((1, 1), (2 * ROWS, 1), (70, 5), (70, 69), (70, 70), (9 * ROWS + 1, 4 * ROWS), (200, 64)):
         qkv, dy = inputs(dtype, 2, seq_len, n_head, size, seed=seq_len, kv_heads=2)
@@ -97,14 +94,13 @@ def test_a_token_sees_only_its_window(dtype, packed):
         positions = np.tile(documents, 2) if packed else None
         y, _, dqkv = both_passes(kernels(dtype), qkv, dy, n_head, seq_len, positions, window)
         outs = both_exactly(y, dy, qkv, AttentionMask(seq_len, positions, window), n_head)
-        values = slice(-2 * size, None)  # with few keys seen, gradients of scores may be 0
+        values = slice(-2 * size, None)  # gradients of scores may be 0
         check(y, outs[0], dtype, ("y", seq_len, window))
         check(dqkv[:, values], outs[2][:, values], dtype, ("dv", seq_len, window))
         np.testing.assert_allclose(wide(dqkv), outs[2], rtol=0, atol=20 * CLOSE[dtype])
 
 
-def test_scores_far_apart_do_not_overflow(dtype):
-    """The largest score of a row is the next row's smallest, and beyond the range of eˣ."""
+def test_attention_does_not_overflow(dtype):
     seq_len, size = 2 * ROWS + 5, 16
     qkv, dy = inputs(dtype, 1, seq_len, 1, size)
     ramp = wide(qkv)
@@ -115,7 +111,7 @@ def test_scores_far_apart_do_not_overflow(dtype):
     np.testing.assert_array_equal(wide(dqkv)[:, 2 * size :], wide(dy))
 
 
-def test_a_unit_writes_what_belongs_to_its_head_and_no_more(dtype):
+def test_attention_unit_writes_only_its_head(dtype):
     seq_len, n_head, size = 37, 3, 20
     k = kernels(dtype, 1)
     qkv, dy = inputs(dtype, 2, seq_len, n_head, size)
@@ -139,8 +135,7 @@ def test_a_unit_writes_what_belongs_to_its_head_and_no_more(dtype):
 
 
 @pytest.mark.parametrize("part", ["q", "k", "v", "dy"])
-def test_nan_passes_through_and_stays_in_its_head(dtype, part):
-    """From head 1 of sequence 0, at position 20."""
+def test_nan_stays_in_its_head(dtype, part):
     seq_len, n_head, size, at = 41, 2, 16, 20
     qkv, dy = inputs(dtype, 2, seq_len, n_head, size)
     into, first = (dy, 0) if part == "dy" else (qkv, "qkv".index(part) * n_head * size)
@@ -162,7 +157,7 @@ def test_nan_passes_through_and_stays_in_its_head(dtype, part):
         assert np.isfinite(clear).all()
 
 
-def test_results_do_not_depend_on_threads_or_timing(dtype):
+def test_attention_is_identical_for_any_threads(dtype):
     for kv_heads in (4, 2):
         qkv, dy = inputs(dtype, 3, 75, 4, 24, kv_heads=kv_heads)
         first = both_passes(kernels(dtype, 1), qkv, dy, 4, 75)
@@ -171,14 +166,14 @@ def test_results_do_not_depend_on_threads_or_timing(dtype):
                 assert one.tobytes() == other.tobytes(), threads
 
 
-def test_a_cache_of_any_length(dtype):
+def test_attention_cached_for_any_length(dtype):
     cached = [(0, 1), (0, 3), (0, 9), (0, 70), (5, 1), (63, 1), (64, 1), (100, 2), (37, 5), (130, ROWS + 1)]
     n_seq, n_head, length = 2, 6, 170
     k, exact = kernels(dtype), Kernels("float64")
     random = np.random.default_rng(4)
     for (start, new), (size, kv_heads, window) in product(cached, ((3, 6, 0), (20, 1, 67), (64, 2, 5))):
         cache = random.standard_normal((2, n_seq, kv_heads, length, size))
-        cache[:, :, :, start:] = np.nan  # what is not yet there must not be read
+        cache[:, :, :, start:] = np.nan  # later keys must not be read
         cache = stored(cache, dtype)
         qkv, y = inputs(dtype, n_seq, new, n_head, size, kv_heads=kv_heads)
         k.put(y, np.full(y.shape, np.nan))
@@ -190,8 +185,7 @@ def test_a_cache_of_any_length(dtype):
 
 
 @pytest.mark.parametrize("new", [1, 40])
-def test_a_cache_is_read_without_copies(dtype, new):
-    """After the first call nothing as large as a head's keys is allocated."""
+def test_attention_cached_makes_no_copies(dtype, new):
     k, n_head, length, size = kernels(dtype, 1), 2, 2000, 32
     cache = stored(np.zeros((2, 1, n_head, length, size)), dtype)
     qkv, y = inputs(dtype, 1, new, n_head, size)

@@ -1,4 +1,4 @@
-"""The cache of compiled loops: the user's, and that of a site, which its owner writes and all others read."""
+"""Caches of compiled loops: the user's, a site's shared one, and processes that compile for them."""
 
 import ast
 import json
@@ -22,10 +22,10 @@ from distgpt.core.cpu.first_use import COMPILING
 from distgpt.measure import site_cache
 from numba import njit
 
-from conftest import copy_compiled, distgpt, inside, needs_mpi, refused
+from conftest import ci_ranks, copy_compiled, distgpt, inside, refused, succeeded
 
 PACKAGE = Path(disk_cache.__file__).parents[4]
-COMPILED = {"jit", "inline", "by_types", "also_for", "intrinsic"}  # what decorates a loop or a part of one
+COMPILED = {"jit", "inline", "by_types", "also_for", "intrinsic"}  # decorators of loops
 SOMEBODY = 12345
 as_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can act as another user")
 
@@ -37,7 +37,6 @@ def doubled(x):
 
 @pytest.fixture(autouse=True)
 def own(tmp_path, monkeypatch):
-    """An empty cache of the user, in an installation without one."""
     (tmp_path / "own").mkdir()
     monkeypatch.setattr(disk_cache, "SITE", tmp_path / "compiled")
     monkeypatch.setattr(disk_cache, "folder", lambda: tmp_path / "own")
@@ -48,7 +47,7 @@ def own(tmp_path, monkeypatch):
 
 
 def is_loaded(dtype=np.float64):
-    """Run a loop as a new start does: whether it was loaded."""
+    """Run a loop like a new process; return whether it was loaded."""
     disk_cache.site.cache_clear()
     loop, x = njit(doubled), np.ones(3, dtype)
     disk_cache.keep_on_disk(loop)
@@ -74,7 +73,7 @@ def forget(own):
 
 
 @pytest.mark.parametrize("is_shared", [False, True])
-def test_damaged_loops_are_compiled_again(own, is_shared):
+def test_corrupt_loops_are_recompiled(own, is_shared):
     assert not is_loaded()
     if is_shared:
         path = shared_file()
@@ -88,14 +87,14 @@ def test_damaged_loops_are_compiled_again(own, is_shared):
     for content in (b"", b"\x80no", whole[:20], whole[:-1], whole + b"x", bytes(len(whole)), flipped):
         path.write_bytes(content)
         assert not is_loaded(), content[:9]
-        assert is_loaded() and [*own.iterdir()]  # the user's own
+        assert is_loaded() and [*own.iterdir()]  # in the user's cache
         if is_shared:
             forget(own)
     path.write_bytes(whole)
     assert is_loaded()
 
 
-def test_without_a_place_or_room_loops_still_run(own, monkeypatch):
+def test_loops_run_without_a_cache(own, monkeypatch):
     with file_size_limit(0):
         assert not is_loaded()
     assert not [path for path in own.iterdir() if path.stat().st_size]
@@ -104,7 +103,7 @@ def test_without_a_place_or_room_loops_still_run(own, monkeypatch):
 
 
 @pytest.mark.ci
-def test_of_processes_that_start_at_once_one_compiles_a_loop(own):
+def test_concurrent_processes_compile_once(own):
     with multiprocessing.get_context("fork").Pool(3) as pool:
         assert sorted(pool.starmap(is_loaded, [()] * 3, chunksize=1)) == [False, True, True]
     assert len([*own.iterdir()]) == 1
@@ -118,7 +117,7 @@ def said():
     first_use.announce()
 
 
-def test_a_full_disk_is_reported_once_and_read_on(own, said, monkeypatch):
+def test_full_disk_is_reported_once(own, said, monkeypatch):
     def full(path, content):
         raise StorageError(f"cannot write {path}: No space left on device")
 
@@ -132,23 +131,23 @@ def test_a_full_disk_is_reported_once_and_read_on(own, said, monkeypatch):
     assert str(own) in line and line.endswith("not kept")
 
 
-def test_that_something_is_compiled_is_reported_once(tmp_path, said, monkeypatch):
+def test_compiling_is_reported_once(tmp_path, said, monkeypatch):
     for kind in (np.int8, np.int16):
         is_loaded(kind)
     assert said == [f"{COMPILING} (later starts load them)"]
     said.clear()
     first_use.announce(said.append)
-    assert is_loaded(np.int8) and said == []  # an earlier start has left it
+    assert is_loaded(np.int8) and said == []  # cached by an earlier start
     monkeypatch.setattr(disk_cache, "folder", lambda: None)
     is_loaded(np.int8)
-    assert said == [COMPILING]  # and this one leaves nothing
+    assert said == [COMPILING]  # nothing is cached
     with (tmp_path / "closed").open("w") as closed:
         pass
     first_use.announce(lambda text: print(text, file=closed))
-    is_loaded(np.int8)  # nobody hears it
+    is_loaded(np.int8)  # the error is ignored
 
 
-def test_what_is_inlined_has_no_machine_code_of_its_own():
+def test_inlined_functions_have_no_machine_code():
     @inline
     def tripled(x):
         return 3 * x
@@ -168,7 +167,6 @@ def test_what_is_inlined_has_no_machine_code_of_its_own():
 
 
 def compiled_in(tree):
-    """Each top function of a file that Numba compiles."""
     for node in tree.body:
         decorators = node.decorator_list if isinstance(node, ast.FunctionDef) else []
         names = {name.id for each in decorators for name in ast.walk(each) if isinstance(name, ast.Name)}
@@ -177,11 +175,8 @@ def compiled_in(tree):
 
 
 @pytest.mark.ci
-def test_whatever_a_loop_uses_is_hashed_for_it():
-    """That is all of `sources`; of a file that is not there, the file itself, whose digest is in the name.
-
-    Numba freezes constants, too: what a loop finds under a global name, also where that was imported.
-    """
+def test_digests_cover_all_names_in_loops():
+    """Numba also freezes constants, including imported ones."""
     sources, seen = set(disk_cache.sources()), set()
     for path in sorted((PACKAGE / "distgpt").rglob("*.py")):
         tree = ast.parse(path.read_text())
@@ -200,10 +195,7 @@ def test_whatever_a_loop_uses_is_hashed_for_it():
     assert seen >= {"compiling", "matmul", "fused", "decoding", "quantized", "tokenizers"}
 
 
-# -- of a site
-
-
-def test_a_shared_file_is_for_all_to_read_and_only_trusted_if_others_cannot_write_it(shared, own):
+def test_shared_file_is_trusted_only_if_private(shared, own):
     place = shared.parent
     assert [*place.iterdir()] == [shared] and is_loaded() and not [*own.iterdir()]
     assert stat.S_IMODE(shared.stat().st_mode) == 0o644 and stat.S_IMODE(place.stat().st_mode) == 0o755
@@ -217,7 +209,7 @@ def test_a_shared_file_is_for_all_to_read_and_only_trusted_if_others_cannot_writ
 
 
 @as_root
-def test_files_of_another_user_are_not_trusted_unless_he_owns_the_package(shared, own, monkeypatch):
+def test_foreign_files_are_trusted_only_of_package_owner(shared, own, monkeypatch):
     for path in (shared, shared.parent):
         os.chown(path, SOMEBODY, -1)
         assert not is_loaded(), path
@@ -234,7 +226,7 @@ def test_files_of_another_user_are_not_trusted_unless_he_owns_the_package(shared
     assert is_loaded()
 
 
-def test_other_processors_and_versions_have_files_of_their_own(shared, monkeypatch):
+def test_processors_and_versions_have_separate_files(shared, monkeypatch):
     place, known = shared.parent, disk_cache.processor()[0]
     with monkeypatch.context() as other:
         other.setattr(disk_cache, "processor", lambda: (f"{known}-other", "+avx512f"))
@@ -249,17 +241,17 @@ def test_other_processors_and_versions_have_files_of_their_own(shared, monkeypat
     monkeypatch.setattr(disk_cache, "MADE_BY", ("another Numba",))
     monkeypatch.setattr(disk_cache, "used", set())
     assert not is_loaded(np.int32)
-    updated = site_cache.share()  # in place of what the former version wrote for this processor
+    updated = site_cache.share()  # replaces the file of the previous version
     assert {*place.iterdir()} == {updated, *others} and updated != shared
 
 
-def test_what_is_shared_later_is_added(shared, monkeypatch):
+def test_share_adds_later_loops(shared, monkeypatch):
     monkeypatch.setattr(disk_cache, "used", set())
     is_loaded(np.int16)
     assert site_cache.share() == shared and len(disk_cache.site()) == 2 and is_loaded()
 
 
-def test_a_loop_that_cannot_be_kept_is_not_shared(monkeypatch):
+def test_uncacheable_loop_is_not_shared(monkeypatch):
     monkeypatch.setattr(disk_cache, "folder", lambda: None)
     site_cache.require_writable()
     assert not is_loaded()
@@ -267,7 +259,7 @@ def test_a_loop_that_cannot_be_kept_is_not_shared(monkeypatch):
         site_cache.share()
 
 
-def test_the_command_names_what_it_compiles_and_where_it_lies(monkeypatch):
+def test_compile_command_prints_parts_and_path(monkeypatch):
     monkeypatch.setattr(site_cache, "parts", lambda folder: [("doubling", lambda: is_loaded(np.int16))])
     former = os.umask(0o077)
     try:
@@ -285,12 +277,12 @@ def test_the_command_names_what_it_compiles_and_where_it_lies(monkeypatch):
     assert [*disk_cache.SITE.iterdir()] == [path]
 
 
-def test_the_command_is_refused_at_once_if_the_package_cannot_be_written():
+def test_compile_command_requires_writable_package():
     disk_cache.SITE.touch()
     refused(inside("compile"), 74, disk_cache.SITE, disk_cache.PACKAGE)
 
 
-def test_every_part_of_the_presets_is_compiled():
+def test_compiled_parts_cover_all_presets():
     fields = ("norm", "norm_gain", "embed_norm", "final_norm", "mlp", "positions", "qk_norm", "qk_norm_gain")
     fields += ("value_embeddings", "bias", "tied", "init_weights", "optimizer")
 
@@ -326,25 +318,20 @@ finally:
 """
 
 
-@pytest.mark.ci
-@pytest.mark.ranks
-@needs_mpi
+@ci_ranks
 @pytest.mark.parametrize("way", ["allreduce", "sharded"])
-def test_ranks_need_no_loop_that_was_not_compiled(tmp_path, way):
-    """Not even those that sum in shared memory: each rank would compile them in its first step."""
+def test_ranks_need_only_compiled_loops(tmp_path, way):
     program = [sys.executable, "-c", USED]
     parts = ["training tiny in bfloat16", "exchange in bfloat16"]
-    done = distgpt(tmp_path / "compiled", "parts", *parts, program=program)
-    assert done.returncode == 0, done.stderr
+    succeeded(tmp_path / "compiled", "parts", *parts, program=program, by=distgpt)
     words = ["--preset", "tiny", "--n-layer", "2", "--n-head", "2", "--n-embd", "128", "--seq-len", "32"]
     words += ["--dtype", "bfloat16", "--grad-sync", way, "--stage", "mpi", "--steps", "2", "--data", "story"]
-    done = distgpt(tmp_path / "run", "train", *words, "--out", tmp_path / "r", ranks=2, program=program)
-    assert done.returncode == 0, done.stderr
+    succeeded(tmp_path / "run", "train", *words, "--out", tmp_path / "r", ranks=2, program=program, by=distgpt)
     compiled, *runs = ({*json.loads(path.read_text())} for path in sorted(tmp_path.glob("*.json")))
     assert len(runs) == 2 and [run - compiled for run in runs] == [set(), set()]
 
 
-# Runs a command as somebody else, or compiles as root, with the site's cache in the folder named first.
+# Runs a command as another user, or compiles as root, with the site's cache in the first argument.
 AS_SOMEBODY = """
 import os, sys
 from pathlib import Path
@@ -377,15 +364,14 @@ FOR_ALL = all(parent.stat().st_mode & stat.S_IXOTH for parent in Path(os.__file_
 @pytest.mark.skipif(not FOR_ALL, reason="this Python is for root alone")
 @pytest.mark.slow
 @pytest.mark.timeout(1500)
-def test_nothing_is_compiled_for_a_user_of_an_installation_that_was(monkeypatch):
-    """What users usually do, as a user with an empty home, beside a cache that only root may write."""
+def test_users_of_compiled_installation_compile_nothing(monkeypatch):
     monkeypatch.undo()
     with tempfile.TemporaryDirectory() as name:
         (folder := Path(name)).chmod(0o755)
         (home := folder / "home").mkdir()
         os.chown(home, SOMEBODY, SOMEBODY)
         env = {**os.environ, "HOME": str(home), "NUMBA_CACHE_DIR": str(folder / "own"), "TMPDIR": str(home)}
-        copy_compiled(folder / "own")  # what the command finds there it shares as what it compiles
+        copy_compiled(folder / "own")  # the command shares existing loops
         (home / "chats.jsonl").write_text('{"prompt": "Is it?", "completion": "It is."}\n' * 4)
         for words in ("compile", *USUAL.splitlines()):
             program = [sys.executable, "-c", AS_SOMEBODY, folder / "compiled", *words.split()]
@@ -397,3 +383,51 @@ def test_nothing_is_compiled_for_a_user_of_an_installation_that_was(monkeypatch)
             else:
                 assert COMPILING not in result.stdout + result.stderr, (words, result.stdout, result.stderr)
         assert not (home / ".cache").exists() and not [*home.glob("distgpt-*")]
+
+
+# Needs a new process, because compiled loops are not noted again.
+FINDING = """
+import sys
+from dataclasses import replace
+from functools import partial
+from distgpt.core.config.presets import preset
+from distgpt.core.cpu import compile_workers, first_use
+from distgpt.core.cpu.compiling import disk_cache
+from distgpt.core.cpu.stages import open_stage
+from distgpt.core.model.model import miniature
+from distgpt.core.train.setup import warmup_pass
+from distgpt.core.components import components
+
+run = preset(sys.argv[1], {"vocab_size": 256, "dtype": sys.argv[2], "matmul": sys.argv[3]})
+small = replace(run, model=miniature(run.model))
+work = partial(warmup_pass, config=small, strategy=components().strategy(run.train, 1))
+stage = open_stage("serial", 2)
+kernels = stage.kernels(run.train.dtype, run.train.matmul_backend)
+missing = compile_workers.missing_loops(stage, run.train.dtype, run.train.matmul_backend, work)
+print(len(missing), len(list(disk_cache.folder().glob("*.loop"))))
+helper = compile_workers.started([compile_workers.loop_name(each) for each in missing])
+assert helper.wait(300) == 0
+before = len(list(disk_cache.folder().iterdir()))
+work(kernels)
+print(before, len(list(disk_cache.folder().iterdir())), first_use.has_compiled())
+print(len(compile_workers.missing_loops(stage, run.train.dtype, run.train.matmul_backend, work)))
+"""
+
+
+@pytest.mark.ci
+def test_compile_workers_find_and_compile_loops(tmp_path):
+    program, settings = [sys.executable, "-c", FINDING], ("tiny-adamw", "float32", "blas")
+    env = {"DISTGPT_CACHE": str(tmp_path / "cache")}
+    result = succeeded(*settings, program=program, env=env, timeout=300, by=distgpt)
+    noted, again, missing = map(str.split, result.stdout.splitlines())
+    assert int(noted[0]) > 15 and noted[1] == "0"
+    assert again[0] == again[1] and again[2] == "False"  # no file more, nothing reported
+    assert missing == ["0"]
+    small = "--n-layer 2 --seq-len 32 --batch-size 2 --data story --tokenizer byte --threads 2 --steps 3"
+    weights = []
+    for name, where in (("by a helper", env), ("by others", {})):
+        out = tmp_path / name
+        words = ("--preset", "tiny-adamw", "--set", "matmul=blas", *small.split(), "--out", out)
+        succeeded("train", *words, env=where, timeout=300, by=distgpt)
+        weights.append((out / "weights.safetensors").read_bytes())
+    assert weights[0] == weights[1]

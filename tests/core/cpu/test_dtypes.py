@@ -1,4 +1,4 @@
-"""--dtype auto: which number format it is, that a run keeps it, and that one that is named stays."""
+"""--dtype auto: the chosen number format, which a run keeps, and explicit formats."""
 
 import json
 import re
@@ -21,15 +21,13 @@ from distgpt.gpu.stage import GpuStage
 from distgpt.inference.evaluation.evaluate import evaluate
 from distgpt.models.quantized.rounded import quantize
 
-from conftest import SMALL, inside, needs_mpi, train
+from conftest import SMALL, ci_ranks, inside, succeeded, train
 
 STEPS = ("--steps", "4", "--save-every", "2")
 BF16, F32, FREE = ({stages.VARIABLE: name} for name in ("bfloat16", "float32", ""))
 
 
 class Ranks(SerialComm):
-    """One rank of several, whose GPUs have other capabilities."""
-
     others = ()
 
     def allreduce_max(self, value):
@@ -45,7 +43,6 @@ def on_gpus(*capabilities, **options):
 
 @pytest.fixture
 def free(monkeypatch):
-    """Without the variable that the tests have."""
     monkeypatch.delenv(stages.VARIABLE)
 
 
@@ -54,10 +51,8 @@ def saved(path):
 
 
 def ran(out, *words, env=BF16):
-    """Train as these words say, and return the type that the run has recorded."""
     own = ("--data", "story", "--threads", "1") if {"--init", "--depth"} & {*words} else SMALL
-    result = inside("train", *own, *STEPS, *words, "--out", out, env=env)
-    assert result.returncode == 0, result.stderr
+    succeeded("train", *own, *STEPS, *words, "--out", out, env=env)
     return saved(out)
 
 
@@ -65,7 +60,7 @@ def chosen(stage="serial", **settings):
     return expected_dtype(stage, RunConfig().with_values(settings))
 
 
-def test_gpus_take_bfloat16_from_capability_8_on_and_the_oldest_decides(free):
+def test_gpus_use_bfloat16_from_capability_8(free):
     assert on_gpus((8, 0)).auto_dtype().name == "bfloat16"
     assert on_gpus((9, 0), (8, 6)).auto_dtype().name == "bfloat16"
     for stage in (on_gpus((7, 5)), on_gpus((9, 0), (7, 5)), on_gpus((9, 0), tf32=True)):
@@ -76,13 +71,13 @@ def test_gpus_take_bfloat16_from_capability_8_on_and_the_oldest_decides(free):
 
 
 @pytest.mark.parametrize("shape, name, small, large", [
-    (ARM64, "float32", "float32", "float32"),  # where it was never timed
+    (ARM64, "float32", "float32", "float32"),  # not timed
     (AVX2, "float32", "float32", "bfloat16"),  # long reads of weights decide for generation
     (AVX512, "float32", "float32", "bfloat16"),
     (AVX512_BF16, "bfloat16", "bfloat16", "bfloat16"),
     (AMX, "bfloat16", "bfloat16", "bfloat16"),
 ])  # fmt: skip
-def test_processors_take_it_whose_instructions_multiply_it_fast(shape, name, small, large, monkeypatch, free):
+def test_processors_use_bfloat16_if_fast(shape, name, small, large, monkeypatch, free):
     monkeypatch.setattr(processor, "shape", lambda: shape)
     assert chosen().name == name and chosen().why
     assert chosen(matmul="blas").name == "float32"
@@ -91,15 +86,14 @@ def test_processors_take_it_whose_instructions_multiply_it_fast(shape, name, sma
     assert stage.auto_dtype(weights=stages.READ_FROM_MEMORY // 4).name == large
 
 
-def test_the_variable_names_it_and_must_name_one(monkeypatch):
+def test_dtype_variable_is_checked(monkeypatch):
     assert chosen() == stages.Dtype("float32")
     monkeypatch.setenv(stages.VARIABLE, "float16")
     with pytest.raises(UsageError, match="float16"):
         chosen()
 
 
-def test_a_run_reports_and_records_what_it_takes_and_keeps_it(tmp_path, free):
-    """On this processor, whatever it is."""
+def test_run_records_and_keeps_auto_dtype(tmp_path, free):
     expected, out = chosen(), tmp_path / "run"
     result = inside("train", *SMALL, *STEPS, "--out", out, env=FREE)
     assert result.returncode == 0 and f"{expected.name}: {expected.why}" in result.stdout
@@ -122,7 +116,7 @@ def test_a_run_reports_and_records_what_it_takes_and_keeps_it(tmp_path, free):
     ("--init {rounded} --lora-rank 2", "bfloat16"),
     ("--depth 1 --seq-len 16 --batch-size 8", "bfloat16"),
 ])  # fmt: skip
-def test_a_type_that_is_named_stays_and_every_other_run_takes_it(words, expected, tmp_path, trained):
+def test_explicit_dtype_overrides_auto(words, expected, tmp_path, trained):
     (tmp_path / "double.toml").write_text('dtype = "float64"\n')
     (tmp_path / "open.toml").write_text('[train]\ndtype = "auto"\n')
     rounded = tmp_path / "int8.safetensors"
@@ -131,30 +125,26 @@ def test_a_type_that_is_named_stays_and_every_other_run_takes_it(words, expected
     assert ran(tmp_path / "run", *words.format(base=trained, rounded=rounded, folder=tmp_path).split()) == expected
 
 
-@pytest.mark.ci
-@pytest.mark.ranks
-@needs_mpi
-def test_ranks_agree(tmp_path):
+@ci_ranks
+def test_ranks_agree_on_dtype(tmp_path):
     assert saved(train(tmp_path / "run", *STEPS, "--outer-every", "2", ranks=2, env=BF16)) == "bfloat16"
 
 
 @pytest.mark.ci
-def test_within_measures_in_it(tmp_path):
+def test_within_measures_in_auto_dtype(tmp_path):
     words = ("--within", "4s", "--data", "story", "--threads", "1", "--out", tmp_path / "run")
-    result = inside("train", *words, env=BF16)
-    assert result.returncode == 0, result.stderr
+    result = succeeded("train", *words, env=BF16)
     assert saved(tmp_path / "run") == "bfloat16" and "--within: depth" in result.stdout
 
 
 @pytest.mark.ci
-def test_tuning_generation_and_python(tmp_path, trained, monkeypatch):
+def test_auto_dtype_in_tuning_generation_and_python(tmp_path, trained, monkeypatch):
     monkeypatch.setenv(stages.VARIABLE, "bfloat16")
     (tmp_path / "chats.jsonl").write_text('{"text": "abc"}\n' * 4)
     ran(tmp_path / "base", "--tokenizer", "byte")
-    tuned = inside(
+    succeeded(
         *("tune", "--weights", tmp_path / "base", "--data", tmp_path / "chats.jsonl", "--out", tmp_path / "tuned")
     )
-    assert tuned.returncode == 0, tuned.stderr
     assert saved(tmp_path / "tuned") == "bfloat16"
     stage, weights = open_stage("serial", 1), trained / "weights.safetensors"
     found = ModelSpec(weights, "auto").load(stage)
@@ -162,7 +152,7 @@ def test_tuning_generation_and_python(tmp_path, trained, monkeypatch):
     assert ModelSpec(weights, "float32").load(stage).dtype == "float32"
     quantize(weights, tmp_path / "small.safetensors")
     assert ModelSpec(tmp_path / "small.safetensors", "auto").load(stage).dtype == "int8"
-    # What looks at a model, and judges it, stays exact.
+    # Evaluation and inspection stay in float32.
     assert evaluate(stage, weights, val="story", val_tokens=64)["dtype"] == "float32"
     assert library.load(weights).parameters()["wte"].dtype == np.float32
     run = library.train(preset="tiny-adamw", n_layer=1, n_embd=16, n_head=1, seq_len=16, steps=2, out=tmp_path / "api")
@@ -171,35 +161,34 @@ def test_tuning_generation_and_python(tmp_path, trained, monkeypatch):
 
 @pytest.mark.parametrize("words, env", [
     ("--preset tiny --n-layer 1 --n-embd 16 --n-head 1 --batch-size 2", BF16),
-    ("--preset gpt2 --stage cuda", FREE),  # of the GPU that is imagined
+    ("--preset gpt2 --stage cuda", FREE),  # an imagined GPU
 ])  # fmt: skip
-def test_an_estimate_takes_it(words, env, tmp_path):
+def test_estimate_uses_auto_dtype(words, env, tmp_path):
     found = inside("estimate", *words.split(), "--no-measure", "--json", env=env, cwd=tmp_path)
     assert json.loads(found.stdout)["dtype"] == "bfloat16", found.stderr
 
 
-def test_options_offer_it():
+def test_dtype_options_offer_auto():
     assert "--dtype [float32|" in inside("bench", "stages", "--help-all").stdout
     assert "default: auto" in " ".join(inside("train", "--help").stdout.split())
-    with pytest.raises(UsageError, match="dtype"):  # a configuration holds what it was resolved to
+    with pytest.raises(UsageError, match="dtype"):  # configurations have a resolved dtype
         RunConfig().with_values({"dtype": "auto"})
     result = inside("train", *SMALL, "--dtype", "float16")
     assert result.returncode == 2 and "'auto'" in result.stderr
 
 
-def test_a_sweep_decides_once(tmp_path):
+def test_sweep_decides_dtype_once(tmp_path):
     out, grid = tmp_path / "sweep", 'preset = "tiny-adamw"\nn_layer = 1\nn_embd = 16\nn_head = 1\nseq_len = 16\n'
     grid += 'steps = 2\nbatch_size = 2\n[sweep]\nmetric = "loss"\n'
 
     def swept(rates, env):
         (tmp_path / "grid.toml").write_text(f"{grid}lr = {rates}\n")
-        result = inside("sweep", tmp_path / "grid.toml", "--threads", "1", "--out", out, env=env)
-        assert result.returncode == 0, result.stderr
+        succeeded("sweep", tmp_path / "grid.toml", "--threads", "1", "--out", out, env=env)
         return [saved(run) for run in sorted(out.glob("lr=*"))]
 
     swept([0.01], BF16)
     assert swept([0.01, 0.02], F32) == ["bfloat16"] * 2
-    # One of an earlier version, whose grid has no dtype, computed in float32.
+    # Sweeps of earlier versions have no dtype and computed in float32.
     before = json.loads((out / "grid.json").read_text())
     del before["fixed"]["dtype"]
     (out / "grid.json").write_text(json.dumps(before))

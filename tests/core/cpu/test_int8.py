@@ -1,4 +1,4 @@
-"""int8 and int4 matmul against NumPy, integers to the bit, in every way that a processor may have."""
+"""int8 and int4 matmul against NumPy for all kinds of processors, exact for integers."""
 
 import numpy as np
 import pytest
@@ -13,7 +13,7 @@ from distgpt.inference.quantized.operands import DOT, Integers, blocks_tile, qua
 from microkernels import routine
 from plain_int4 import quantise4
 
-# Registers, what is said of the processor, and the way that follows; where it has these features too.
+# Registers, features, and the resulting way.
 WAYS = {
     "avx512vnni": (AVX512, {"avx512vnni"}, "vnni"),
     "avx512bw": (AVX512, {"avx512bw"}, "pairs"),
@@ -21,12 +21,11 @@ WAYS = {
     "avxvnni": (AVX2, {"avxvnni"}, "vnni"),
     "avx2": (AVX2, {"avx2"}, "pairs"),
     "none": (AVX2, set(), "plain"),
-    "arm64": (ARM64, set(), "plain"),  # which other processors compute, too
+    "arm64": (ARM64, set(), "plain"),  # also on other processors
 }
 
 
 def rows_of(q, scales, dot, block):
-    """Rows of A, as the microkernel reads them."""
     n, blocks = len(q), q.shape[1] // block
     a, end = aligned((n, blocks, dot.a_record(block)), "uint8"), dot.integers(block)
     a[:, :, :end] = q.astype(dot.integer).reshape(n, blocks, block).view(np.uint8)
@@ -37,7 +36,6 @@ def rows_of(q, scales, dot, block):
 
 
 def panel_of(q, scales, columns, dot, of):
-    """A panel of B, of (columns, k) and bits of scales."""
     blocks = q.shape[1] // of.BLOCK
     values = (q.astype(np.int16) + int8.OFFSET) if of is int8 else np.searchsorted(LEVELS, q)
     step = len(dot.order)
@@ -55,7 +53,7 @@ def panel_of(q, scales, columns, dot, of):
 @pytest.mark.parametrize("of", [int8, int4], ids=["int8", "int4"])
 @pytest.mark.parametrize("way", WAYS)
 def test_integers_are_exact_in_every_way(way, of):
-    """With scales that are powers of two, all sums are integers that float32 holds."""
+    """With powers of two as scales, all sums are exact in float32."""
     registers, given, kind = WAYS[way]
     needed = given | {AVX512: {"avx512f"}}.get(registers, set())
     dot = int8.dot_of(registers, given)
@@ -92,7 +90,6 @@ def panels_of(w, columns):
 
 @jit
 def multiplied(c, a, x, w, panels):
-    """c ← x wᵀ by way of rows a in int8, of the weights' type"""
     for i in range(x.shape[0]):
         quantise_row(a[i], x[i], 0, x.shape[1])
     block = record_of(w)[0]
@@ -113,7 +110,7 @@ def elements(out, w):
 
 @pytest.mark.parametrize("rounding", [quantise, pytest.param(quantise4, marks=pytest.mark.ci)])  # compiled for each
 @pytest.mark.parametrize("n, k", [(1, 1), (70, 64), (33, 130), (128, 200)])
-def test_a_matrix_is_rounded_packed_and_multiplied(n, k, rounding):
+def test_matrix_is_quantized_packed_and_multiplied(n, k, rounding):
     random = np.random.default_rng(n + k)
     w = (random.standard_normal((n, k)) * np.exp(random.standard_normal((n, 1)))).astype(np.float32)
     x = random.standard_normal((5, k)).astype(np.float32)
@@ -141,7 +138,7 @@ def test_a_matrix_is_rounded_packed_and_multiplied(n, k, rounding):
     assert not c[:, n:].any()
 
 
-def test_zeros_stay_zeros_and_nan_and_infinity_show():
+def test_quantized_zeros_stay_and_nan_shows():
     nothing = quantise(np.zeros((3, 70), np.float32))
     assert not nothing.q.any() and not restored(nothing).any()
     w = panels_of(quantise(np.ones((64, 70), np.float32)), 64)

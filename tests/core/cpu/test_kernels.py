@@ -1,7 +1,4 @@
-"""The CPU's fused kernels against the reference, in float32 and bfloat16, with one thread and with three.
-
-Float64 is compiled from the same loops: test_model.py compares whole models in it.
-"""
+"""Fused CPU kernels against the reference in float32 and bfloat16; test_model.py covers float64."""
 
 import inspect
 from dataclasses import replace
@@ -33,8 +30,7 @@ INHERITED = {CpuKernels: ALLOCATE | HOST | PLAIN, CudaKernels: ALLOCATE | {"each
 
 
 @pytest.mark.parametrize("backend", INHERITED)
-def test_a_backend_overrides_all_but_what_is_named(backend):
-    """With the same names, order and defaults of arguments; mypy holds their types against the base class."""
+def test_backends_override_all_but_listed_methods(backend):
     wanted, found = public(Kernels), public(backend)
     assert {name for name in wanted if found[name] is wanted[name]} == INHERITED[backend]
     assert wanted.keys() == found.keys()
@@ -44,7 +40,7 @@ def test_a_backend_overrides_all_but_what_is_named(backend):
 
 
 @pytest.mark.peer
-def test_the_loss_of_what_is_learned_and_its_gradients_are_those_of_pytorch():
+def test_masked_loss_matches_pytorch():
     torch = pytest.importorskip("torch")
     random, k = np.random.default_rng(0), CpuKernels("float32", 2)
     x, w = (random.standard_normal((rows, 24)).astype("float32") for rows in (70, 131))
@@ -70,7 +66,7 @@ def both(request, threads):
     return Kernels("float64"), request.param(threads)
 
 
-def test_the_memory_to_orthogonalise_is_that_of_every_thread_for_every_shape_it_gets(both):
+def test_memory_to_orthogonalise_is_exact(both):
     k, kept = both[1], []
     loop, scratch = k.polar
 
@@ -86,8 +82,8 @@ def test_the_memory_to_orthogonalise_is_that_of_every_thread_for_every_shape_it_
 
 @pytest.mark.parametrize("smallest", [0.1, 1e-5])
 @pytest.mark.parametrize("shape", [(128, 256), (384, 150)])
-def test_products_of_squares_orthogonalise_a_long_matrix(both, smallest, shape):
-    """Also where rounding a square costs it small singular values, which must not grow without end."""
+def test_squares_orthogonalise_long_matrices(both, smallest, shape):
+    """Rounding must not make small singular values grow without limit."""
     assert muon.by_squares(*sorted(shape))
     left, _, right = np.linalg.svd(operations.Case(both).random(*shape), full_matrices=False)
     matrix = left * np.geomspace(1, smallest, min(shape)) @ right
@@ -95,8 +91,7 @@ def test_products_of_squares_orthogonalise_a_long_matrix(both, smallest, shape):
     assert np.linalg.norm(found, 2) < 1.2
 
 
-def test_operations_run_together_compute_every_part_once(threads):
-    """Each worker does its own stretch of each operation, and together they do all of it."""
+def test_run_together_computes_every_part_once(threads):
     random, k = np.random.default_rng(0), CpuKernels("float32", threads)
     dy, x = (random.standard_normal((66, width)).astype("float32") for width in (40, 24))
     outs = [(np.full((40, 24), np.nan, "float32"), np.full(40, np.nan, "float32")) for _ in range(4)]
@@ -109,8 +104,7 @@ def test_operations_run_together_compute_every_part_once(threads):
 @pytest.mark.parametrize("variant, recompute", [
     ("gpt2", "mlp"), ("gpt2", "none"), ("modern", "block"), ("scaled queries", "mlp"),
 ])  # fmt: skip
-def test_bfloat16_gradients_of_a_whole_model_are_those_of_float64(variant, recompute):
-    """Per tensor, relative to its norm: rounding to 8 bits leaves 3e-2."""
+def test_bfloat16_gradients_match_float64(variant, recompute):
     config = replace(VARIANTS[variant], vocab_size=37, seq_len=24, n_head=2, n_kv_head=1, n_embd=32, init_std=0.02)
     tokens, found = batch(config, 6, 24), []
     for kernels in (Kernels("float64"), Bfloat16Kernels(2)):

@@ -1,7 +1,4 @@
-"""Matmul of our own against NumPy in float64: odd shapes, guarded outputs, NaN and infinity.
-
-All arrays are contiguous, as the model's are, so that other tests share what is compiled for them.
-"""
+"""distgpt's matmul against NumPy in float64: odd shapes, guarded outputs, NaN and infinity."""
 
 import contextlib
 import os
@@ -23,18 +20,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from microkernels import BITS, FLOAT, GUARD, stored, wide
 
-TOLERANCE = {FLOAT: 2e-6, BITS: 2.0**-8}  # of the largest product of a row and a column of absolute values
+TOLERANCE = {FLOAT: 2e-6, BITS: 2.0**-8}  # relative to the largest product of absolute values
 
 
 def sides():
-    """1 to 70, and around multiples of the tile."""
     tile = assembled.shape()
     around = [n + d for n in (2 * tile.rows, 4 * tile.columns, 256) for d in (-1, 0, 1)]
     return [*range(1, 71), *around]
 
 
 def guarded(rows, columns, kind):
-    """A C full of NaN, and the memory after it, that nobody may write to."""
     whole = np.full((rows + 1) * columns + 40, GUARD[kind])
     return whole[: rows * columns].reshape(rows, columns), whole[rows * columns :]
 
@@ -44,25 +39,19 @@ def untouched(x):
 
 
 def dirty(packed):
-    """Scratch memory as it is used again: full of NaN."""
     for array in packed:
         array[...] = GUARD[array.dtype.name]
     return packed
 
 
 SMALL_CACHES = {
-    "PANEL_BYTES": 16 << 10,
-    "GROUP_BYTES": 48 << 10,
-    "CUT_GROUP_BYTES": 32 << 10,
-    "ROWS_BYTES": 12 << 10,
-    "COPIED_GROUP_BYTES": 64 << 10,
-    "THIN": 32,
-}
+    "PANEL_BYTES": 16 << 10, "GROUP_BYTES": 48 << 10, "CUT_GROUP_BYTES": 32 << 10, "ROWS_BYTES": 12 << 10,
+    "COPIED_GROUP_BYTES": 64 << 10, "THIN": 32,
+}  # fmt: skip
 
 
 @contextlib.contextmanager
 def small_caches(are_small):
-    """Sizes at which a short k is cut into stretches, and a few rows into blocks."""
     with pytest.MonkeyPatch.context() as patched:
         for name, size in SMALL_CACHES.items() if are_small else ():
             patched.setattr(blocked, name, size)
@@ -70,7 +59,6 @@ def small_caches(are_small):
 
 
 def check(found, expected, reach, kind):
-    """Within rounding of sums in float32, relative to the sum of absolute values."""
     error = np.abs(wide(found) - expected) / np.maximum(reach, 1e-30)
     assert error.max() <= TOLERANCE[kind]
 
@@ -82,8 +70,7 @@ BOTH = st.booleans()
 @pytest.mark.parametrize("kind", [FLOAT, BITS])
 @given(SHAPES, BOTH, BOTH, st.sampled_from(["forward", "forward with bias", "backward"]), st.floats(0, 1))
 @settings(max_examples=150)
-def test_odd_shapes_with_bias_and_without(kind, shape, small, transposed, way, part):
-    """Some of the rows, in two stretches of columns."""
+def test_matmul_for_odd_shapes(kind, shape, small, transposed, way, part):
     (m, n, k), random = shape, np.random.default_rng(1)
     x, w = (stored(random.standard_normal((side, k)), kind) for side in (m, n))
     bias = random.standard_normal(n).astype(np.float32) if way == "forward with bias" else None
@@ -107,8 +94,7 @@ def test_odd_shapes_with_bias_and_without(kind, shape, small, transposed, way, p
 @pytest.mark.parametrize("kind", [FLOAT, BITS])
 @given(SHAPES, BOTH, BOTH, BOTH, BOTH, st.floats(0, 1))
 @settings(max_examples=100)
-def test_transposed_rows_from_tiles_add_to_what_is_there(kind, shape, small, transposed, accumulate, by_rows, part):
-    """dw ← [dw +] dyᵀ x, in two stretches of rows or columns"""
+def test_weight_gradients_add_to_what_is_there(kind, shape, small, transposed, accumulate, by_rows, part):
     (m, n, k), random = shape, np.random.default_rng(2)  # outputs, inputs, tokens
     dy, x = (stored(random.standard_normal((k, side)), kind) for side in (m, n))
     dw, behind = guarded(m, n, FLOAT)
@@ -131,8 +117,8 @@ def test_transposed_rows_from_tiles_add_to_what_is_there(kind, shape, small, tra
 @pytest.mark.parametrize("tokens, outputs, inputs", [
     (300, 70, 16), (300, 16, 70), (261, 33, 32), (40, 8, 8), (5, 300, 96), (9, 4500, 64),
 ])  # fmt: skip
-def test_threads_share_rows_and_panels_and_compute_the_same(kind, tokens, outputs, inputs):
-    """Thin sides are those of adapters; 5 rows of 300 outputs share the panels of 96 inputs."""
+def test_matmul_is_identical_for_any_threads(kind, tokens, outputs, inputs):
+    """Adapters have thin sides; 5 rows of 300 outputs share panels."""
     random, found = np.random.default_rng(5), []
     shapes = ((tokens, outputs), (tokens, inputs), (outputs, inputs))
     dy, x, w = (stored(random.standard_normal(shape), kind) for shape in shapes)
@@ -159,7 +145,7 @@ def test_threads_share_rows_and_panels_and_compute_the_same(kind, tokens, output
 
 @pytest.mark.parametrize("threads", [1, 2, 7, 16, 64, 96])
 @pytest.mark.parametrize("packs_rows", [False, True])
-def test_cells_cover_a_matrix_once_and_no_more_than_threads(threads, packs_rows):
+def test_cells_cover_a_matrix_once(threads, packs_rows):
     rows_of, columns_of = packing.ROWS, packing.COLUMNS
     for rows, columns in ((1, 1), (640, 768), (640, 50257), (3072, 768), (15, 33), (100, 16), (0, 70)):
         cut = bands(rows, columns, threads, packs_rows)
@@ -174,8 +160,8 @@ def test_cells_cover_a_matrix_once_and_no_more_than_threads(threads, packs_rows)
         assert cut.cell(0, cut.cells, rows, columns) == ((0, rows), (0, columns))
 
 
-def test_many_threads_do_not_each_pack_all_of_a_matrix():
-    """GPT-2's head has 24 panels on the way back, so that 64 threads would get ten rows each."""
+def test_threads_do_not_pack_whole_matrices():
+    """In the backward pass GPT-2's head has only 24 panels for 64 threads."""
     panels = -(-768 // packing.COLUMNS)
     for threads in (16, 64):
         cut = bands(640, 768, threads)
@@ -184,12 +170,12 @@ def test_many_threads_do_not_each_pack_all_of_a_matrix():
         assert of_weights.columns > 1
         rows, columns = 3072 // of_weights.rows, 768 // of_weights.columns
         assert rows + columns < 3072 / threads + 768, "less is packed than by bands of rows alone"
-    assert bands(640, 50257, 64).rows == 1  # there every thread has panels of its own
+    assert bands(640, 50257, 64).rows == 1  # every thread has separate panels
 
 
 @pytest.mark.parametrize("kind", [FLOAT, BITS])
-def test_nan_and_infinity_stay_in_their_row(kind):
-    """The row that follows begins right behind the last of an odd number of k, which has no partner."""
+def test_matmul_keeps_nan_in_its_row(kind):
+    """With an odd k the last element has no partner in its row."""
     for k in (1, 2, 7, 32, 33):
         for value in (np.nan, np.inf, -np.inf):
             for at in {0, k // 2, k - 1}:
@@ -203,9 +189,8 @@ def test_nan_and_infinity_stay_in_their_row(kind):
                 assert np.array_equal(found[2], np.full(40, value), equal_nan=True), (k, value, at)
 
 
-def test_bfloat16_is_rounded_to_the_nearest_and_ties_to_even():
-    random = np.random.default_rng(3)
-    patterns = random.integers(0, 1 << 32, 100_000, dtype=np.uint64).astype(np.uint32)
+def test_bfloat16_rounds_to_nearest_even():
+    patterns = np.random.default_rng(3).integers(0, 1 << 32, 100_000, dtype=np.uint64).astype(np.uint32)
     patterns[:4] = 0x3F808000, 0x3F818000, 0x7F800001, 0xFFC00000  # ties, NaN
     x = patterns.view(np.float32)
     found = np.empty(len(x), np.uint16)
@@ -213,7 +198,7 @@ def test_bfloat16_is_rounded_to_the_nearest_and_ties_to_even():
     assert ((found == to_bfloat16(x)) | (np.isnan(x) & np.isnan(wide(found)))).all()
 
 
-def test_words_are_transposed():
+def test_pack_transposed():
     lanes = assembled.shape().lanes
     random = np.random.default_rng(4)
     for rows, k in ((1, 1), (lanes, lanes), (lanes + 1, 3 * lanes + 5), (70, 70), (2 * lanes, 2 * lanes)):
@@ -226,12 +211,9 @@ def test_words_are_transposed():
             assert np.array_equal(found[:rows, :k], w) and not found[rows:].any() and not found[:, k:].any()
 
 
-# -- which matmul float32 uses: the one requested, or the faster one by a table of processors
-
-
 @pytest.mark.parametrize("matmul", ["auto", "own", "blas"])
 @pytest.mark.parametrize("rows, inputs, outputs", [(5, 3, 70), (100, 64, 2048), (70, 2048, 65), (9, 512, 512)])
-def test_each_computes_the_same(matmul, rows, inputs, outputs):
+def test_matmul_choices_agree(matmul, rows, inputs, outputs):
     random, kernels = np.random.default_rng(0), CpuKernels("float32", 2, matmul)
     shapes = ((rows, inputs), (outputs, inputs), outputs, (rows, outputs))
     x, w, b, dy = (random.standard_normal(shape).astype("float32") for shape in shapes)
@@ -251,13 +233,13 @@ def test_each_computes_the_same(matmul, rows, inputs, outputs):
     ("znver4", "float32", "auto", OwnMatmuls),
     *((name, "float32", "auto", BlasMatmuls) for name in ("znver3", "znver5", "unheard-of")),
 ])  # fmt: skip
-def test_the_processor_decides_unless_it_is_requested(name, dtype, matmul, chosen, monkeypatch):
+def test_matmul_follows_processor_or_setting(name, dtype, matmul, chosen, monkeypatch):
     monkeypatch.setattr(layers, "processor", lambda: (name, ""))
     assert isinstance(CpuKernels(dtype, 1, matmul).matmuls, chosen)
 
 
-# A choice: each loop is compiled anew for that processor, which takes long.
-CASES = "(odd_shapes and float32) or (length and bfloat16)"
+# A selection, because each loop is recompiled for the processor.
+CASES = "(odd_shapes and float32) or (lengths and bfloat16)"
 AVX2 = "+avx,+avx2,+fma,+sse3,+ssse3,+sse4.1,+sse4.2,+popcnt,+bmi,+bmi2,+f16c"
 
 
@@ -267,8 +249,7 @@ AVX2 = "+avx,+avx2,+fma,+sse3,+ssse3,+sse4.1,+sse4.2,+popcnt,+bmi,+bmi2,+f16c"
     ("haswell", AVX2, "test_matmul test_cpu_attention", CASES),
     ("x86-64", "+sse,+sse2", "test_matmul", "odd_shapes and not uint16"),
 ])  # fmt: skip
-def test_an_older_processor_computes_the_same(name, features, tests, those, tmp_path):
-    """Run these tests with LLVM told of a processor without AVX-512, or without AVX."""
+def test_older_processors_agree(name, features, tests, those, tmp_path):
     environ = {**os.environ, "NUMBA_CPU_NAME": name, "NUMBA_CPU_FEATURES": features}
     environ["NUMBA_CACHE_DIR"] = str(tmp_path)
     files = [str(Path(__file__).with_name(f"{test}.py")) for test in tests.split()]

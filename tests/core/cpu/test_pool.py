@@ -1,9 +1,10 @@
-"""The thread pool, shared by all models and threads of a process: jobs in Python, and calls of compiled loops.
-
-Helpers that wait in compiled code for orders still do whatever else their pool has to do.
-"""
+"""The thread pool of a process: jobs in Python, and calls of compiled loops."""
 
 import gc
+import json
+import os
+import select
+import signal
 import subprocess
 import sys
 import threading
@@ -25,12 +26,23 @@ from distgpt.core.cpu.kernels import CpuKernels
 from distgpt.core.cpu.pool import Pool, pool_of
 from distgpt.core.model.model import Architecture, Model
 from distgpt.core.saved.modelfile import Description
-from forks import forked
+
+
+def forked(act):
+    heard, tell = os.pipe()
+    if not (child := os.fork()):
+        os.write(tell, json.dumps(act()).encode())
+        os._exit(0)
+    os.close(tell)
+    answered = select.select([heard], [], [], 20)[0]
+    os.kill(child, signal.SIGKILL)
+    os.waitpid(child, 0)
+    with os.fdopen(heard) as told:
+        return json.loads(told.read()) if answered else None
 
 
 @jit
 def count(seen, number, value, counter, n_threads):
-    """Write into one's own element, meet the others, then look whether all have."""
     seen[0, number] += value
     wait_for_all(counter, 0, n_threads)
     for each in range(n_threads):
@@ -51,15 +63,12 @@ def read_packed(seen, number, packed):
 
 
 class Counting:
-    """Orders that count, and what they should have counted."""
-
     def __init__(self, pool):
         self.seen, self.counter = np.zeros((2, pool.threads), np.int64), counters(1, pool.threads)[0]
         arguments = [(self.seen, i, 1, self.counter, pool.threads) for i in range(pool.threads)]
         self.orders = ParallelLaunch(pool, count, arguments, [self.counter])
 
     def own(self):
-        """Do what the first thread's call does."""
         count(self.seen, 0, 1, self.counter, len(self.seen[0]))
 
     def check(self, value=1):
@@ -77,7 +86,7 @@ def test_models_share_one_pool():
 
 
 @pytest.mark.parametrize("threads", [2, 3, 16])
-def test_all_threads_make_their_calls(threads):
+def test_launch_calls_all_threads(threads):
     pool = Pool(threads)
     counting = Counting(pool)
     for value in range(1, 50):
@@ -87,10 +96,10 @@ def test_all_threads_make_their_calls(threads):
     began = time.process_time()
     time.sleep(0.3)
     assert time.process_time() - began < 0.1  # helpers sleep
-    counting.check()  # and are woken
+    counting.check()  # wakes them
 
 
-def test_jobs_in_python_call_helpers_back():
+def test_python_jobs_reclaim_helpers():
     pool = Pool(3)
     countings = [Counting(pool) for _ in range(2)]
     for turn in range(200):
@@ -102,8 +111,7 @@ def test_jobs_in_python_call_helpers_back():
 
 
 @pytest.mark.parametrize("call", ["run_parts", "split_range", "run_together", "orders"])
-def test_threads_of_the_user_take_turns(call):
-    """Each gets the results of its own job, though all share one pool."""
+def test_user_threads_share_the_pool(call):
     pool, wrong = Pool(2), []
 
     def work(size):
@@ -140,13 +148,13 @@ def test_threads_of_the_user_take_turns(call):
     assert not wrong
 
 
-def test_a_job_inside_a_part_is_done_whole_by_its_worker():
+def test_nested_job_runs_in_its_worker():
     pool, seen = Pool(2), []
     pool.run_parts(lambda part: pool.split_range(10, 1, lambda first, last: seen.append((first, last))), 2)
     assert seen == [(0, 10), (0, 10)]
 
 
-def test_a_range_inside_a_stretch_of_all_threads_is_done_whole_by_its_thread():
+def test_nested_range_runs_in_its_thread():
     pool, inside, after = Pool(2), [], []
 
     def stretch(first, last):
@@ -161,7 +169,7 @@ def test_a_range_inside_a_stretch_of_all_threads_is_done_whole_by_its_thread():
 
 
 @pytest.mark.parametrize("failing", [0, 1])
-def test_what_a_worker_raises_is_raised_and_the_pool_lives_on(failing):
+def test_worker_exception_keeps_the_pool(failing):
     pool = Pool(2)
 
     def work(part):
@@ -177,7 +185,7 @@ def test_what_a_worker_raises_is_raised_and_the_pool_lives_on(failing):
 
 
 @pytest.mark.parametrize("failing", range(3))
-def test_a_call_that_fails_is_told_and_the_pool_lives_on(failing):
+def test_failed_call_keeps_the_pool(failing):
     pool = Pool(3)
     counter = counters(1, 3)[0]
     failing_orders = ParallelLaunch(pool, fail, [(i, failing, counter, 3) for i in range(3)], [counter])
@@ -186,12 +194,12 @@ def test_a_call_that_fails_is_told_and_the_pool_lives_on(failing):
         Counting(pool).check()
 
 
-def test_others_are_released_if_the_own_work_fails():
+def test_failed_own_work_releases_threads():
     pool = Pool(3)
     counting = Counting(pool)
 
     def broken():
-        time.sleep(0.01)  # the others wait by now
+        time.sleep(0.01)  # the others are waiting
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
@@ -200,7 +208,7 @@ def test_others_are_released_if_the_own_work_fails():
         counting.check()
 
 
-def test_packed_arguments_and_arrays_are_passed_on():
+def test_launch_passes_packed_arguments():
     pool = Pool(2)
     seen = np.zeros(2, np.int64)
     packed = [PackedArgs((np.array([10 + i]), 3)) for i in range(2)]
@@ -213,8 +221,8 @@ def test_packed_arguments_and_arrays_are_passed_on():
 
 @pytest.mark.ci
 @pytest.mark.parametrize("state", ["idle", "busy", "lent"])
-def test_pools_from_before_a_fork_begin_anew_in_the_child(state):
-    """`multiprocessing` forks by default up to Python 3.13; another thread may have a job under way."""
+def test_pool_restarts_in_forked_child(state):
+    """`multiprocessing` forks by default up to Python 3.13, also during another thread's job."""
     pool, ready, go = pool_of(2), threading.Event(), threading.Event()
     counting = Counting(pool)
 
@@ -249,7 +257,7 @@ def test_pools_from_before_a_fork_begin_anew_in_the_child(state):
 
 
 @pytest.mark.ci
-def test_a_model_from_before_a_fork_computes_in_the_child():
+def test_model_computes_in_forked_child():
     model = Model(
         Architecture(ModelConfig(vocab_size=5, seq_len=8, n_layer=1, n_head=2, n_embd=16)), CpuKernels("float32", 2)
     )
@@ -259,7 +267,7 @@ def test_a_model_from_before_a_fork_computes_in_the_child():
     assert forked(lambda: [gpt.logits([[1, 2, 3]] * 8).tolist(), gpt.generate([1, 2], 5)]) == [*expected]
 
 
-def test_a_pool_keeps_no_array_of_an_order_that_has_run():
+def test_pool_releases_arrays_after_launch():
     pool = Pool(2)
     counting = Counting(pool)
     counting.check()
@@ -274,9 +282,7 @@ def test_a_pool_keeps_no_array_of_an_order_that_has_run():
         gc.enable()
 
 
-# The clock's signal comes between any two steps of the interpreter: one that another thread sends comes
-# where this one has given the interpreter's lock away. Exceptions are kept with all their frames, as a
-# notebook keeps them.
+# SIGALRM arrives between any two steps of the interpreter. Exceptions keep their frames, as in a notebook.
 INTERRUPTED = """
 import random, signal, sys
 sys.path[:0] = {path}
@@ -304,7 +310,7 @@ for _ in range(400):
 
 
 @pytest.mark.ci
-def test_an_interrupt_may_come_anywhere():
+def test_interrupt_may_arrive_anywhere():
     script = INTERRUPTED.format(path=[str(Path(__file__).parent), *sys.path])
     done = subprocess.run([sys.executable, "-c", script], stderr=subprocess.PIPE, text=True, timeout=120)
     assert not done.returncode and not done.stderr, done.stderr
@@ -323,7 +329,7 @@ print("counted", flush=True)
 
 @pytest.mark.ci
 @pytest.mark.parametrize("threads", [2, 16])
-def test_a_process_ends_while_its_helpers_wait(threads):
+def test_process_ends_with_waiting_helpers(threads):
     script = ENDING.format(path=[str(Path(__file__).parent), *sys.path], threads=threads)
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60)
     assert (done.returncode, done.stdout, done.stderr) == (0, "counted\n", "")

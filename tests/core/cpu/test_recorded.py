@@ -1,4 +1,4 @@
-"""Recorded work computes what Python's calls do, bit for bit, on whatever the arrays hold by then."""
+"""Captured work is bitwise identical to Python's calls, for changed contents of the arrays."""
 
 import os
 import signal
@@ -36,7 +36,7 @@ def arrays_in(values):
 
 
 class Twice:
-    """Kernels whose operations are recorded while the arrays hold other numbers, and then made again."""
+    """Kernels whose operations are captured with other numbers, and then repeated."""
 
     def __init__(self, kernels):
         self.own = kernels
@@ -75,11 +75,7 @@ def both(request):
             assert name in twice.in_segments, f"{name} was left to Python"
 
 
-# -- whole steps
-
-
 def steps_of(preset, threads, is_recorded, count=3, **changes):
-    """Return losses, norms and weights after some steps, and how many segments there are."""
     shape = {"n_layer": 2, "n_head": 2, "n_embd": 32, "seq_len": 24, "vocab_size": 61, "batch_size": 6}
     run, works = presets.preset(preset, shape | {"steps": 8} | changes), []
 
@@ -113,7 +109,7 @@ RUNS = {
 
 
 @pytest.mark.parametrize("name, dtype, threads", [*product(RUNS, NAMES, [3]), ("tiny", "float32", 1)])
-def test_steps_have_the_same_bits_as_without(name, dtype, threads):
+def test_captured_steps_are_bitwise_identical(name, dtype, threads):
     preset, changes = RUNS[name]
     plain, recorded = (steps_of(preset, threads, each, dtype=dtype, **changes) for each in (False, True))
     assert plain[2] == 0 and recorded[2] > 0
@@ -122,8 +118,8 @@ def test_steps_have_the_same_bits_as_without(name, dtype, threads):
 
 
 @pytest.mark.parametrize("changes, parts", [({}, 2), ({**GPT2, "positions": "rope"}, 1)])
-def test_gradients_are_one_segment_and_so_is_each_part_of_an_update(changes, parts):
-    """Muon's has two parts, as ranks exchange something in between. The rehearsal before has updated, too."""
+def test_gradients_and_update_parts_are_segments(changes, parts):
+    """Muon's update has two parts, with an exchange between them. The warm-up has also updated."""
     assert steps_of("tiny", 2, True, **changes)[2] == 1 + 2 * parts
 
 
@@ -135,14 +131,14 @@ def segments_of(threads, work, kernels):
 
 
 @pytest.mark.parametrize("threads", [1, 2, 3, 16, 64])
-def test_threads_meet_where_a_loop_reads_what_others_write(threads):
+def test_threads_meet_before_reading_results(threads):
     kernels = CpuKernels("float32", threads, "own")
     random = np.random.default_rng(0)
     first, second = (random.standard_normal((192, 192)).astype("float32") for _ in range(2))
     x, h, y, dw = (np.zeros((192, 192), "float32") for _ in range(4))
 
     def work():
-        kernels.linear(h, x, Affine(first, None))  # by rows
+        kernels.linear(h, x, Affine(first, None))  # written in rows
         kernels.linear_backward_weights(Affine(dw, None), h, x, False)  # reads all rows
         kernels.linear(y, dw, Affine(second, None))
 
@@ -157,7 +153,7 @@ def test_threads_meet_where_a_loop_reads_what_others_write(threads):
         np.testing.assert_array_equal(y, wanted)
 
 
-def test_what_an_operation_in_python_makes_is_read_by_loops_after_it():
+def test_results_made_in_python_reach_later_loops():
     kernels = CpuKernels("float32", 3)
     x, y, total = np.ones(300, "float32"), np.zeros(300, "float32"), np.zeros(1, "float32")
     seen = []
@@ -176,7 +172,7 @@ def test_what_an_operation_in_python_makes_is_read_by_loops_after_it():
     assert len(seen) == 3
 
 
-def test_a_profile_in_front_of_the_operations_sees_them():
+def test_profile_of_operations_sees_captured_calls():
     kernels = CpuKernels("float32", 2)
     x = np.ones(8, "float32")
     work = record(kernels, lambda: kernels.add(x, x, x))
@@ -191,7 +187,7 @@ def test_a_profile_in_front_of_the_operations_sees_them():
 
 
 @pytest.mark.parametrize("make", KERNELS, ids=NAMES)
-def test_a_team_meets_anew_at_each_call(make):
+def test_team_threads_meet_in_each_call(make):
     u = np.random.default_rng(0).standard_normal((256, 1024)).astype("float32")
     alone, found = u.copy(), u.copy()
     make(1).orthogonalise([alone])
@@ -205,7 +201,7 @@ def test_a_team_meets_anew_at_each_call(make):
     assert [calls.counters != [] for calls in segment.calls] == [True, False, False]
 
 
-def test_rows_that_do_not_count_are_seen_at_each_call():
+def test_ignored_rows_are_read_per_call():
     kernels = CpuKernels("float32", 2)
     random = np.random.default_rng(0)
     x, w = (random.standard_normal((rows, 24)).astype("float32") for rows in (70, 31))
@@ -223,8 +219,8 @@ def test_rows_that_do_not_count_are_seen_at_each_call():
             np.testing.assert_array_equal(found, wanted)
 
 
-def test_another_thread_computes_while_one_is_written_down():
-    kernels, others = CpuKernels("float32", 2), CpuKernels("float32", 2)  # of one pool
+def test_another_thread_computes_during_capture():
+    kernels, others = CpuKernels("float32", 2), CpuKernels("float32", 2)  # one pool
     x, y, z = np.ones(1000, "float32"), np.zeros(1000, "float32"), np.zeros(1000, "float32")
 
     def work():
@@ -240,7 +236,7 @@ def test_another_thread_computes_while_one_is_written_down():
     assert (y == 2).all()
 
 
-def test_a_single_slice_is_split_among_all_threads():
+def test_single_slice_is_split_among_threads():
     kernels = CpuKernels("float32", 4, "own")
     x, w, y = (np.ones((256, 64), "float32") for _ in range(3))
     w = w[:64]
@@ -248,7 +244,7 @@ def test_a_single_slice_is_split_among_all_threads():
     assert all((program[:, 0] > 2).any() for program in segment.programs)
 
 
-def test_inside_a_job_of_the_pool_python_makes_the_calls():
+def test_pool_job_calls_without_capture():
     kernels = CpuKernels("float32", 2)
     x, totals = np.ones((2, 256), "float32"), np.zeros((2, 256), "float32")
 
@@ -264,7 +260,7 @@ def test_inside_a_job_of_the_pool_python_makes_the_calls():
     assert not recorded[0].entries
 
 
-def test_what_is_done_as_gradients_come_in_is_done_at_each_call(monkeypatch):
+def test_gradient_hooks_run_per_call(monkeypatch):
     seen = []
 
     def launched(step, number, batches, original=Step.launch):
@@ -274,10 +270,10 @@ def test_what_is_done_as_gradients_come_in_is_done_at_each_call(monkeypatch):
 
     monkeypatch.setattr(Step, "launch", launched)
     assert steps_of("tiny", 2, True, count=1)[2] > 5  # the gradients are cut
-    assert len(seen) == 3  # of two layers and all
+    assert len(seen) == 3  # two layers, then all
 
 
-def test_a_signal_comes_at_the_next_pause():
+def test_signal_arrives_at_next_pause():
     kernels = CpuKernels("float32", 2)
     x, y = np.ones((64, 64), "float32"), np.zeros((64, 64), "float32")
 
@@ -295,24 +291,24 @@ def test_a_signal_comes_at_the_next_pause():
     assert (y[:2] == 3).all()
 
 
-def test_one_operation_alone_is_not_recorded():
+def test_single_operation_is_not_captured():
     kernels = CpuKernels("float32", 2)
     work = partial(kernels.zero, np.ones(3, "float32"))
     assert record(kernels, work) is work
 
 
 def leaving_to_python(kernels):
-    """Works that compute y, 64 twos, from x, 64 ones, by what no second call would see."""
+    """Yield works with temporary arrays that a second call would not update."""
     x, y, w = np.ones(64, "float32"), np.zeros(64, "float32"), 2 * np.eye(8, dtype="float32")
     rows, out, indices = x.reshape(8, 8), y.reshape(8, 8), np.arange(64)
     yield x, y, lambda: kernels.add(y, x[indices], x)  # a copy, passed on as it is
-    yield x, y, lambda: kernels.linear(out, rows[indices[:8]], Affine(w, None))  # and a view of one
+    yield x, y, lambda: kernels.linear(out, rows[indices[:8]], Affine(w, None))  # a view of a copy
     yield x, y, lambda: kernels.each(lambda i: kernels.sum(y[i : i + 1], x[i : i + 1], 2, False), 64)
     yield x, y, lambda: y.__setitem__(..., 2 * x + kernels.zeros(3).sum())  # an operation that answers
 
 
 @pytest.mark.parametrize("number", range(4))
-def test_what_no_second_call_would_see_is_left_to_python(number):
+def test_second_call_repeats_python_for_temporaries(number):
     kernels = CpuKernels("float32", 2)
     x, y, made = list(leaving_to_python(kernels))[number]
     work = CapturedWork(kernels, made)
@@ -323,7 +319,7 @@ def test_what_no_second_call_would_see_is_left_to_python(number):
     assert not isinstance(work.entries[True][0], Segment)
 
 
-def test_views_that_hold_their_memory_are_recorded():
+def test_views_are_captured():
     kernels = CpuKernels("float32", 2)
     x, y, w = np.ones(64, "float32"), np.zeros(64, "float32"), np.eye(8, dtype="float32")
     owned, rows = np.zeros(64, "float32").reshape(8, 8), x.reshape(8, 8)

@@ -1,4 +1,4 @@
-"""Teams of threads: who shares a matrix, with the same bits, and what happens where a member fails."""
+"""Teams of threads that share a matrix: identical results, and failures of a member."""
 
 import signal
 import threading
@@ -21,7 +21,7 @@ KERNELS = {
     "float64": partial(CpuKernels, "float64"),
     "bfloat16": Bfloat16Kernels,
 }
-# Lying, standing and square; sides that are no multiples of a tile; equal ones, whose memory is the same.
+# Wide, tall and square shapes, and sides that do not fill tiles.
 SHAPES = {
     "one": [(1024, 320)],
     "a few": [(256, 1024), (1024, 256), (256, 256)],
@@ -36,7 +36,7 @@ HOW = np.array([1.0]), np.array([1.0, 0.0, 0.9, 0.1, 0.2]), 1.0
 
 @pytest.mark.parametrize("kind", ["float32", "bfloat16", pytest.param("float64", marks=pytest.mark.ci)])
 @pytest.mark.parametrize("shapes", SHAPES.values(), ids=SHAPES)
-def test_an_update_has_the_same_bits_on_any_number_of_threads(kind, shapes):
+def test_muon_update_is_identical_for_any_threads(kind, shapes):
     alone, *others = (updated(KERNELS[kind](threads), shapes) for threads in (1, 2, 5, 16))
     for found in others:
         for array, wanted in zip(found, alone, strict=True):
@@ -44,7 +44,6 @@ def test_an_update_has_the_same_bits_on_any_number_of_threads(kind, shapes):
 
 
 def updated(k, shapes):
-    """Momenta, directions and orthogonalised updates, weights and second moments after a step."""
     random = np.random.default_rng(0)
     norm, scalars = np.array([3.0]), np.array([0.5, 0.7, 0.9, 1e-2, 0.3])
 
@@ -62,15 +61,14 @@ def updated(k, shapes):
     return found + [array for p, _, v, u in matrices for array in (p, v, u)]
 
 
-def test_a_matrix_is_cut_where_its_rows_may_be():
-    """Or the test before would compare nothing."""
+def test_matrix_is_shared_if_rows_round_equally():
     members = {kind: share_out(((256, 1024),), 3, make(3).polar_cost)[0].members for kind, make in KERNELS.items()}
     assert members == {"float32": 3 if rows_round_alike() else 1, "float64": 1, "bfloat16": 3}
     assert share_out(((1024, 3072),), 4, muon.step_cost)[0].members == 3
 
 
 @pytest.mark.parametrize("shape", [(301, 287), (287, 301)])
-def test_a_step_that_is_shared_has_the_same_bits(shape):
+def test_shared_step_is_identical(shape):
     def stepped(threads):
         random = np.random.default_rng(0)
         ps, us = random.standard_normal((2, 3, *shape)).astype("float32")
@@ -89,7 +87,7 @@ def test_a_step_that_is_shared_has_the_same_bits(shape):
             np.testing.assert_array_equal(found, wanted)
 
 
-def test_parts_cover_a_matrix_once():
+def test_muon_parts_cover_a_matrix_once():
     for short, long, members, most in ((768, 3072, 5, 9), (768, 768, 128, 108), (300, 301, 7, 3), (24, 24, 1, 1)):
         parts = muon.parts_of(short, long, members, most, 14, 32)
         assert len(parts) == members
@@ -113,7 +111,7 @@ def test_parts_cover_a_matrix_once():
     ([1] * 3, 5, 1, [1] * 3),
     ([100, 1], 3, 100, [3]),
 ])  # fmt: skip
-def test_jobs_are_shared_only_if_threads_would_wait_long(works, threads, most, members):
+def test_jobs_are_shared_only_if_threads_would_idle(works, threads, most, members):
     assert [team.members for team in shared(works, threads, most)] == members
 
 
@@ -126,7 +124,7 @@ def shared(works, threads, most=100):
 
 
 @given(st.lists(st.integers(1, 99), min_size=1, max_size=60), st.integers(1, 20))
-def test_the_largest_begin_and_no_team_is_left_alone_for_long(works, threads):
+def test_largest_jobs_start_first(works, threads):
     teams = shared(works, threads)
     ends = [sum(works[job] for job in team.jobs) / team.members for team in teams]
     whole = max(sum(works) / threads, max(works) / threads)
@@ -137,7 +135,6 @@ def test_the_largest_begin_and_no_team_is_left_alone_for_long(works, threads):
 
 
 def within(seconds, work):
-    """The error of work(), which must be through by then."""
     found = []
 
     def caught():
@@ -158,7 +155,7 @@ def matrices(count):
     return [MuonMatrix(one, None, np.ones(512, "float32"), one.copy()) for one in ones]
 
 
-def test_a_member_that_fails_lets_the_others_pass():
+def test_member_that_fails_releases_the_others():
     pool, of, sums = Pool(3), matrices(2), np.empty((2, 512))
 
     def work(i, member):
@@ -170,7 +167,7 @@ def test_a_member_that_fails_lets_the_others_pass():
     assert [type(error) for error in found] == [ZeroDivisionError]
 
 
-def test_a_signal_waits_until_a_team_is_through():
+def test_signal_waits_for_the_team():
     pool, of, sums = Pool(2), matrices(1), np.empty((2, 512))
     seen = []
 
@@ -189,7 +186,7 @@ def test_a_signal_waits_until_a_team_is_through():
     assert sorted(seen) == [0, 1]
 
 
-def test_inside_another_job_a_thread_has_no_team():
+def test_nested_job_has_no_team():
     k = Bfloat16Kernels(3)
     start = np.random.default_rng(0).standard_normal((4, 256, 272)).astype("float32")
     alone, nested = start.copy(), start.copy()

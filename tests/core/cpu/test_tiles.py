@@ -1,7 +1,4 @@
-"""Microkernels of every kind of registers: what they compute, their machine code, and how it is kept.
-
-On processors without AMX its instructions are emulated, one by one (tests/amx/emulated.cpp).
-"""
+"""Microkernels for all registers: results, machine code and its cache. AMX may be emulated (tests/amx)."""
 
 import ctypes
 import platform
@@ -29,7 +26,7 @@ from microkernels import GUARD, multiply, routine, stored, wide
 
 OUT = {"float32": "float32", "bfloat16": "uint16"}
 TYPES = ((FLOAT32, FLOAT32), (BFLOAT16, FLOAT32), (BFLOAT16, BFLOAT16))
-# Nothing in the tiles for arm64 is of one kind of processor alone. AVX-512 widens bfloat16 in a buffer.
+# The arm64 tiles run on every processor. AVX-512 widens bfloat16 in a buffer.
 WAYS = [*((ARM64, *types) for types in TYPES), *((shape, *types) for shape in (AVX512, AMX) for types in TYPES[1:])]
 NAMES = {ARM64: "arm64", AVX512: "widening", AMX: "AMX"}
 IS_THERE = processor.has_amx()
@@ -39,13 +36,13 @@ needs_amx = pytest.mark.skipif(not (IS_THERE or CAN_EMULATE), reason="needs AMX,
 
 @pytest.fixture(scope="module")
 def emulation(tmp_path_factory):
-    """The library that carries out AMX's instructions; None where the processor does."""
+    """Return the library that emulates AMX, or None if the processor has it."""
     return None if IS_THERE else emulatedamx.library(tmp_path_factory.mktemp("amx"))
 
 
 @pytest.fixture(scope="module")
 def amx_machine(emulation):
-    """What makes machine code for this processor and AMX, which this process can run from now on."""
+    """Return a maker of machine code for this processor and AMX, and enable AMX."""
     if emulation is None:
         assert processor.amx_granted()
     else:
@@ -58,7 +55,7 @@ def tile_of(shape, operand, out, request):
     arguments = "nnpnnppnnpn"
     if shape != AMX:
         return routine(assembled.tile_text(shape, operand, out), "tile", arguments)
-    # Rounded as this processor can: LLVM rounds to bfloat16 by itself only for those with the instruction.
+    # LLVM rounds to bfloat16 only on processors with the instruction.
     text = amx.module(replace(AMX, dot="avx512bf16" in features()), operand, out)
     return routine(text, "tile", arguments, request.getfixturevalue("amx_machine"))
 
@@ -71,14 +68,12 @@ def tile_of(shape, operand, out, request):
     ],
 )
 def tile(request):
-    """`tile` of a kind, its registers and types."""
     if request.param[0] == AVX512 and "avx512f" not in features():
         pytest.skip("needs AVX-512")
     return tile_of(*request.param, request), *request.param
 
 
-def test_sums_of_small_integers_are_exact(tile):
-    """Rows and k around what is computed at once; C narrow and wide."""
+def test_tile_sums_of_small_integers_are_exact(tile):
     multiplied, shape, operand, out = tile
     random = np.random.default_rng(1)
     for rows in range(1, shape.rows + 1):
@@ -98,7 +93,7 @@ def test_sums_of_small_integers_are_exact(tile):
             assert np.isnan(wide(np.concatenate([whole[rows], whole[:, columns:].ravel()]))).all()
 
 
-def test_nan_and_infinity_stay_in_their_row(tile):
+def test_tile_keeps_nan_in_its_row(tile):
     multiplied, shape, operand, out = tile
     rows, columns = min(20, shape.rows), shape.lanes - 1
     for k in (1, 2, 31, 33, 64):
@@ -114,7 +109,7 @@ def test_nan_and_infinity_stay_in_their_row(tile):
 
 @pytest.mark.ci
 @needs_amx
-def test_packed_rows_of_amx_give_what_pairs_give(request, amx_machine):
+def test_amx_rows_and_pairs_agree(request, amx_machine):
     multiplied = tile_of(AMX, BFLOAT16, FLOAT32, request)
     rearrange = routine(amx.packed_by_rows(), "rows", "pn", amx_machine)
     random, columns = np.random.default_rng(3), AMX.columns
@@ -139,20 +134,16 @@ def test_packed_rows_of_amx_give_what_pairs_give(request, amx_machine):
 @pytest.mark.skipif(IS_THERE or not {"avx512bf16", "avx512bw"} <= features(), reason="AMX itself, or no AVX512_BF16")
 @pytest.mark.slow
 @pytest.mark.timeout(1500)
-def test_loops_with_amx_pass_their_tests():
-    """Of matmul and attention; `make test-amx` runs more."""
+def test_amx_loops_pass_their_tests():
+    """Run tests of matmul and attention; `make test-amx` runs more."""
     files = [str(Path(__file__).with_name(f"test_{name}.py")) for name in ("matmul", "cpu_attention")]
-    chosen = "uint16 and odd or length and bfloat16"
+    chosen = "uint16 and odd or lengths and bfloat16"
     words = ["-m", "pytest", "-p", "no:cacheprovider", "--timeout", "1400", "-m", "not slow", "-k", chosen, *files]
     done = subprocess.run([sys.executable, emulatedamx.__file__, *words], capture_output=True, text=True)
     assert done.returncode == 0, done.stdout[-3000:]
 
 
-# -- machine code
-
-
 def assembly(text, triple, cpu, features=""):
-    """Machine code for a processor, as text."""
     llvm.initialize_all_targets()
     llvm.initialize_all_asmprinters()
     parsed = assembled.verified(text)
@@ -162,7 +153,7 @@ def assembly(text, triple, cpu, features=""):
 
 
 @pytest.mark.ci
-def test_kernels_for_arm64_assemble_anywhere():
+def test_arm64_kernels_assemble_anywhere():
     arm64 = "aarch64-linux-gnu", "generic", "+neon"
     plain = dot_of(ARM64, {"neon", "dotprod", "i8mm"})
     assert plain.kind == "plain"
@@ -174,7 +165,7 @@ def test_kernels_for_arm64_assemble_anywhere():
 
 
 @pytest.mark.parametrize("registers", [AVX2, AVX512, AVX512_BF16, AMX])
-def test_every_shape_of_registers_has_tiles(registers):
+def test_all_registers_have_tiles(registers):
     for operand, out in TYPES:
         text = assembled.tile_text(registers, operand, out)
         assert assembled.verified(text)
@@ -190,8 +181,7 @@ PROCESSORS = {"haswell": (AVX2, {"avx2"}), "skylake-avx512": (AVX512, {"avx512bw
 
 @pytest.mark.parametrize("name", PROCESSORS)
 @pytest.mark.parametrize("kind", ["float32", "bfloat16", "bfloat16 by pairs", "int8", "int4"])
-def test_sums_of_most_rows_stay_in_registers(name, kind):
-    """In the shortest loop with products, as the compiler writes it for a processor."""
+def test_tile_sums_stay_in_registers(name, kind):
     shape, given = PROCESSORS[name]
     if kind.startswith("int"):
         dot = dot_of(shape, given)
@@ -219,11 +209,11 @@ def test_sums_of_most_rows_stay_in_registers(name, kind):
     a_row = shape.vectors * {"float32": 1, "int8": 2 * int8.UNROLLED, "int4": 2 * int8.UNROLLED}.get(kind, 2)
     assert products(loop) == made.rows * a_row
     on_the_stack = [line for line in loop if re.search(r"\(%r[sb]p\)", line) and re.search(r"%[yz]mm", line)]
-    assert len(on_the_stack) <= (10 if kind == "int4" else 4), on_the_stack  # of AVX2: table and masks
+    assert len(on_the_stack) <= (10 if kind == "int4" else 4), on_the_stack  # AVX2 spills a table and masks
 
 
-def test_packed_rows_wider_than_a_vector_keep_what_the_next_vector_overlaps(monkeypatch):
-    """6 columns by vectors of 4, as on arm64: the second vector of a row reaches into the next row."""
+def test_packed_rows_may_overlap_vectors(monkeypatch):
+    """With 6 columns and vectors of 4, a row's second vector reaches into the next row."""
 
     def strip(x, row, to, step, rows):
         for k in range(rows):
@@ -237,12 +227,8 @@ def test_packed_rows_wider_than_a_vector_keep_what_the_next_vector_overlaps(monk
     np.testing.assert_array_equal(to[:42].reshape(7, 6), w[:, 1:7])
 
 
-# -- kept between starts
-
-
 @pytest.fixture
 def code(tmp_path, monkeypatch):
-    """`machine_code` with an empty cache, and the names of what it has assembled."""
     monkeypatch.setattr(assembled.disk_cache, "folder", lambda: tmp_path)
 
     def code(name="tile"):
@@ -252,7 +238,7 @@ def code(tmp_path, monkeypatch):
     return code
 
 
-def test_machine_code_is_used_only_for_what_it_was_made_for(code, monkeypatch):
+def test_machine_code_is_keyed_by_processor_and_version(code, monkeypatch):
     own, (name, given) = code(), assembled.processor()
     assert code() == own and code.made == ["tile"]
     others = [shape for shape in (AVX2, AVX512, AVX512_BF16, AMX) if shape != assembled.shape()]
@@ -273,7 +259,7 @@ def test_machine_code_is_used_only_for_what_it_was_made_for(code, monkeypatch):
     assert len(code.made) == before + 2
 
 
-def test_damaged_machine_code_is_replaced(code, tmp_path):
+def test_corrupt_machine_code_is_replaced(code, tmp_path):
     expected = code()
     (path,) = tmp_path.iterdir()
     whole = path.read_bytes()

@@ -24,7 +24,7 @@ KEYS = st.integers(0, 2**64 - 1)
 
 
 def starts(batches, step, batch_size):
-    """Where the sequences of a step begin, in a text whose tokens are their own positions."""
+    """Return the start positions of a step's sequences; tokens equal their positions."""
     return filled(batches, step, slice(0, batch_size))[0][:, 0]
 
 
@@ -32,13 +32,10 @@ def positions(length, *how, **more):
     return Batches(ArrayTokens(np.arange(length, dtype=np.uint16)), *how, **more)
 
 
-# The order of the windows
-
-
 @given(st.integers(1, 2000), KEYS)
 @example(65_521, 1)
 @example(100_003, 0)
-def test_the_order_holds_every_window_once(count, key):
+def test_shuffled_order_is_a_permutation(count, key):
     found = shuffled(np.arange(count, dtype=np.uint64), np.full(count, key, np.uint64), count)
     assert np.array_equal(np.sort(found), np.arange(count))
 
@@ -46,14 +43,14 @@ def test_the_order_holds_every_window_once(count, key):
 @settings(max_examples=20)
 @given(st.integers(2**20, 2**40), KEYS)
 @example(2**20 * (2**20 - 1) + 1, 7)
-def test_the_order_is_exact_for_huge_corpora(count, key):
+def test_shuffled_order_is_exact_for_huge_corpora(count, key):
     ends = np.concatenate([np.arange(10_000), np.arange(count - 10_000, count)]).astype(np.uint64)
     found = shuffled(ends, np.full(ends.size, key, np.uint64), count)
     assert np.unique(found).size == ends.size and found.max() < count
     assert abs(found.astype(np.float64).mean() / count - 0.5) < 0.02
 
 
-def test_the_orders_of_few_windows_come_up_equally_often_and_neighbours_are_torn_apart():
+def test_shuffled_orders_are_uniform():
     epochs, count = 6000, 3
     place = np.tile(np.arange(count, dtype=np.uint64), epochs)
     key = np.repeat(np.random.default_rng(0).integers(0, 2**63, epochs).astype(np.uint64), count)
@@ -68,7 +65,7 @@ def test_the_orders_of_few_windows_come_up_equally_often_and_neighbours_are_torn
 @given(st.integers(2, 150), st.integers(1, 40), st.integers(1, 9), st.booleans())
 @example(1000, 7, 4, True)
 @example(5, 8, 2, True)
-def test_epochs_cover_the_ring_repeat_no_window_and_targets_are_the_next_tokens(length, seq_len, batch_size, shift):
+def test_epochs_cover_each_window_once(length, seq_len, batch_size, shift):
     batches, epochs = positions(length, seq_len, batch_size, SEED, shift=shift), 6
     per_epoch = batches.windows_per_epoch
     assert per_epoch == -(-length // seq_len)
@@ -88,7 +85,7 @@ def test_epochs_cover_the_ring_repeat_no_window_and_targets_are_the_next_tokens(
     assert len({tuple(epoch) for epoch in each.tolist()}) > 1 or per_epoch < 4
 
 
-def test_the_seed_and_the_step_decide_and_nothing_else():
+def test_batches_depend_only_on_seed_and_step():
     batches = positions(5000, 16, 8, SEED)
     forward = [starts(batches, step, 8).tolist() for step in range(20)]
     assert forward == [starts(batches, step, 8).tolist() for step in reversed(range(20))][::-1]
@@ -100,7 +97,7 @@ def test_the_seed_and_the_step_decide_and_nothing_else():
 
 
 @given(st.integers(1, 6), st.integers(1, 4), st.integers(1, 3), st.integers(0, 1000))
-def test_any_number_of_ranks_sees_the_same_global_batch(each, size, grad_accum, step):
+def test_global_batch_is_equal_for_any_ranks(each, size, grad_accum, step):
     batch_size, taken = each * size * grad_accum, []
     batches = positions(700, 9, batch_size, SEED)
     both = filled(batches, step, slice(0, batch_size))
@@ -111,7 +108,7 @@ def test_any_number_of_ranks_sees_the_same_global_batch(each, size, grad_accum, 
     assert taken == list(range(batch_size))
 
 
-def test_a_sample_is_the_text_or_pieces_of_it_at_even_distances():
+def test_sample_takes_evenly_spaced_pieces():
     tokens = np.arange(3 * SAMPLE_PIECE, dtype=np.uint32)
     batches = Batches(ArrayTokens(tokens), 16, 4, SEED)
     assert np.array_equal(batches.sample(len(tokens)), tokens)
@@ -121,7 +118,7 @@ def test_a_sample_is_the_text_or_pieces_of_it_at_even_distances():
         assert np.array_equal(found - found[:, :1], np.arange(found.shape[1])[None].repeat(len(begins), 0))
 
 
-def test_an_uneven_batch_is_refused_with_the_nearest_that_work():
+def test_uneven_batch_is_rejected_with_nearest_sizes():
     for batch_size, size, grad_accum, *advice in (
         (16, 3, 1, "3 ranks × 1 micro-batch", "15 or 18"),
         (5, 2, 4, "use 8"),
@@ -131,20 +128,14 @@ def test_an_uneven_batch_is_refused_with_the_nearest_that_work():
             rank_sequences(batch_size, 0, size, 0, grad_accum)
 
 
-# Reading
-
-
-def test_text_is_read_without_mark_and_carriage_returns_or_refused(tmp_path):
+def test_read_text_normalizes_or_rejects(tmp_path):
     path = tmp_path / "file"
     path.write_bytes("\ufeffone\r\ntwo é\n".encode())
     assert read_text(path) == "one\ntwo é\n"
     for content, words in (
-        (b"", "is empty"),
-        (b"\xef\xbb\xbf", "is empty"),
-        (b"\xef\xbb\xbfab\xffc", "byte 5"),
-        (b"ok\xe2\x82", "byte 2"),
-        (gzip.compress(b"text"), "is not UTF-8 text"),
-    ):
+        (b"", "is empty"), (b"\xef\xbb\xbf", "is empty"), (b"\xef\xbb\xbfab\xffc", "byte 5"),
+        (b"ok\xe2\x82", "byte 2"), (gzip.compress(b"text"), "is not UTF-8 text"),
+    ):  # fmt: skip
         path.write_bytes(content)
         with complains(path, words):
             read_text(path)
@@ -153,7 +144,7 @@ def test_text_is_read_without_mark_and_carriage_returns_or_refused(tmp_path):
             read_text(unreadable)
 
 
-def test_data_is_a_bundled_name_or_a_path(tmp_path):
+def test_data_is_a_bundled_name_or_path(tmp_path):
     for name in BUNDLED_TEXTS:
         assert len(read_text(resolve_data(name))) > 4000
     with complains("weights/nothing.bin is missing"):
@@ -165,15 +156,11 @@ def test_data_is_a_bundled_name_or_a_path(tmp_path):
             resolve_data(word)
 
 
-# Loading on every rank
-
-
 def loaded(ranks, *asked, **more):
-    """What loading gives, or raises, on each of so many ranks."""
     return on_all_ranks(ranks, lambda comm: load_corpus(comm, DataRequest(*asked, **more)))
 
 
-def test_every_rank_gets_the_tokens_of_rank_zero(tmp_path):
+def test_ranks_get_tokens_of_rank_0(tmp_path):
     for kind, ranks in (("byte", 1), ("char", 2), ("word", 4)):
         expected = load_tokenizer(kind, STORY)
         for corpus in loaded(ranks, "story", kind, 64):
@@ -188,13 +175,13 @@ def test_every_rank_gets_the_tokens_of_rank_zero(tmp_path):
         assert corpus.tokenizer.decode(whole(corpus.val)) == "01234567"
         assert corpus.tokenizer.decode(whole(corpus.train)) == ("0123456789" * 8)[8:]
         assert corpus.train.fingerprint != corpus.val.fingerprint
-    mine = load_tokenizer("char", STORY + "äöü")  # of a model that there is already
+    mine = load_tokenizer("char", STORY + "äöü")  # an existing model's
     (corpus,) = loaded(1, "story", "auto", 8, existing=mine)
     assert corpus.tokenizer.to_json() == mine.to_json()
     assert corpus.tokenizer.decode(whole(corpus.train)) == STORY
 
 
-def test_what_rank_zero_finds_wrong_is_raised_on_all(tmp_path):
+def test_data_errors_are_raised_on_all_ranks(tmp_path):
     path, known = tmp_path / "text.txt", tmp_path / "known.json"
     known.write_text(load_tokenizer("word", "some").to_json())
     for content, choice, kind, message in (

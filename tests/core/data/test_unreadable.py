@@ -1,4 +1,4 @@
-"""Files that are no text in UTF-8, damaged, pipes or devices: refused by every command, with a way out."""
+"""Files that are not UTF-8 text, corrupt, pipes or devices: every command rejects them with a remedy."""
 
 import gzip
 import os
@@ -12,7 +12,7 @@ from distgpt.core.data.loading import DataRequest, load_corpus, refuse_missing
 from distgpt.core.data.textfile import ADVICE
 from distgpt.corpora.prepare.documents import find_inputs
 
-from conftest import inside
+from conftest import inside, succeeded
 
 TEXT = "Es war einmal ein König, der hatte schöne Töchter; die jüngste war so schön.\n" * 40
 CONVERT = "iconv -f ENCODING -t UTF-8"
@@ -68,7 +68,7 @@ REFUSED = {
 }
 
 
-def test_a_file_that_is_no_text_by_its_name_is_refused(tmp_path):
+def test_binary_file_names_are_rejected(tmp_path):
     for ending in chain(*ADVICE):
         (path := tmp_path / f"a{ending}").write_text("text")
         for refuse, *given in (
@@ -93,13 +93,13 @@ def place(tmp_path_factory):
 
 
 @pytest.mark.parametrize("line", REFUSED)
-def test_every_command_that_reads_files_names_the_way_out(place, line):
+def test_commands_reject_unreadable_files_with_remedy(place, line):
     found = inside(*line.split(), cwd=place, env={"XDG_CACHE_HOME": str(place / "kept")})
     assert found.returncode == 65 and REFUSED[line] in found.stderr, found.stderr
     assert len(found.stderr.strip().splitlines()) == 1 or "Traceback" not in found.stderr
 
 
-def test_a_folder_with_other_encodings_says_how_to_convert_them(tmp_path):
+def test_directory_with_other_encodings_shows_remedy(tmp_path):
     (tmp_path / "texts").mkdir()
     (tmp_path / "texts" / "a.txt").write_bytes(TEXT.encode("latin-1"))
     words = "train --data texts --n-layer 1 --steps 1 --threads 1 --out run"
@@ -109,7 +109,7 @@ def test_a_folder_with_other_encodings_says_how_to_convert_them(tmp_path):
     assert counted in inside(*words.split()[:-1], "again", cwd=tmp_path).stdout  # not tokenized again
 
 
-def test_what_of_a_folder_is_not_read_is_counted(tmp_path):
+def test_skipped_files_of_a_directory_are_counted(tmp_path):
     (texts := tmp_path / "texts" / "sub").mkdir(parents=True)
     for name in ("a.txt", "b.md", "rows.csv", "scan.PDF", "old.pdf", "README"):
         (texts / name).write_text("The lamp was lit. " * 9)
@@ -119,6 +119,5 @@ def test_what_of_a_folder_is_not_read_is_counted(tmp_path):
         "train --data texts --n-layer 1 --steps 1 --threads 1",
         "data prepare texts --tokenizer byte --out s",
     ):
-        result = inside(*words.split(), cwd=tmp_path)
-        assert result.returncode == 0, result.stderr
+        result = succeeded(*words.split(), cwd=tmp_path)
         assert "3 files read, 4 skipped" in result.stdout + result.stderr

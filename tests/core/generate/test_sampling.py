@@ -1,4 +1,4 @@
-"""The choice of tokens: against a full sort by the definition, its frequencies, its random numbers."""
+"""Sampling of tokens: comparison with a full sort, frequencies and random numbers."""
 
 import numpy as np
 import pytest
@@ -10,7 +10,6 @@ from hypothesis import strategies as st
 
 
 def by_definition(scores, how):
-    """The probability of every token, by a full sort and one rule after the other."""
     order = np.argsort(-scores, kind="stable")
     if how.top_k:
         order = order[: how.top_k]
@@ -24,17 +23,14 @@ def by_definition(scores, how):
 
 
 SAMPLINGS = st.builds(
-    Sampling,
-    temperature=st.sampled_from([0.3, 1.0, 2.7]),
-    top_k=st.sampled_from([0, 1, 3, 700, 9000]),
-    top_p=st.sampled_from([1.0, 0.999, 0.9, 0.5, 1e-9]),
-    min_p=st.sampled_from([0.0, 0.01, 0.4, 1.0]),
-)
+    Sampling, temperature=st.sampled_from([0.3, 1.0, 2.7]), top_k=st.sampled_from([0, 1, 3, 700, 9000]),
+    top_p=st.sampled_from([1.0, 0.999, 0.9, 0.5, 1e-9]), min_p=st.sampled_from([0.0, 0.01, 0.4, 1.0]),
+)  # fmt: skip
 
 
 @given(st.integers(0, 99), st.sampled_from([1, 5, 4001]), st.sampled_from(["f4", "f8"]), st.booleans(), SAMPLINGS)
 @settings(max_examples=200)
-def test_candidates_are_what_the_definition_leaves(seed, vocab, dtype, equal, how):
+def test_candidates_match_the_definition(seed, vocab, dtype, equal, how):
     scores = (3 * np.random.default_rng(seed).standard_normal(vocab)).astype(dtype)
     scores = np.round(scores) if equal else scores
     tokens, p = candidates(scores, how)
@@ -43,17 +39,13 @@ def test_candidates_are_what_the_definition_leaves(seed, vocab, dtype, equal, ho
     np.testing.assert_allclose(found, by_definition(scores, how), atol=1e-6)
 
 
-def test_frequencies_follow_the_softmax_whose_tail_is_cut():
+def test_frequencies_follow_the_truncated_softmax():
     chances = np.array([0.1, 0.6, 0.3])
     for how, expected in (
-        ({}, chances),
-        ({"temperature": 0.5}, chances**2 / (chances**2).sum()),
-        ({"top_k": 2}, [0, 2 / 3, 1 / 3]),
-        ({"top_p": 0.7}, [0, 2 / 3, 1 / 3]),
-        ({"top_p": 0.5}, [0, 1, 0]),
-        ({"min_p": 0.4}, [0, 2 / 3, 1 / 3]),
-        ({"top_p": 0.95, "min_p": 0.9}, [0, 1, 0]),
-    ):
+        ({}, chances), ({"temperature": 0.5}, chances**2 / (chances**2).sum()),
+        ({"top_k": 2}, [0, 2 / 3, 1 / 3]), ({"top_p": 0.7}, [0, 2 / 3, 1 / 3]), ({"top_p": 0.5}, [0, 1, 0]),
+        ({"min_p": 0.4}, [0, 2 / 3, 1 / 3]), ({"top_p": 0.95, "min_p": 0.9}, [0, 1, 0]),
+    ):  # fmt: skip
         sampling = Sampling(**{"temperature": 1.0, **how})
         drawn = [choose(np.log(chances), sampling, uniform(0, 0, i)) for i in range(4000)]
         found = np.bincount(drawn, minlength=3) / 4000
@@ -61,14 +53,14 @@ def test_frequencies_follow_the_softmax_whose_tail_is_cut():
         assert not found[np.equal(expected, 0)].any(), how
 
 
-def test_the_likeliest_are_those_of_a_stable_sort():
+def test_topk_matches_a_stable_sort():
     random = np.random.default_rng(0)
     for k, vocab in [(k, vocab) for k in (1, 2, 17, 499, 500, 900) for vocab in (500, 5003, 70000)]:
         scores = random.integers(0, vocab // 25, vocab).astype(np.float32)
         np.testing.assert_array_equal(topk_logits(scores, k), np.argsort(-scores, kind="stable")[:k])
 
 
-def test_repeated_tokens_pay_whatever_the_sign_of_their_score():
+def test_repetition_penalty_handles_both_signs():
     scores, greedy = np.array([2.0, 1.5, -1.0, -1.2]), Sampling(repetition_penalty=1.5)
     assert choose(scores, greedy, 0.0) == 0
     assert choose(scores, greedy, 0.0, [0, 0, 3]) == 1  # 2 / 1.5 < 1.5
@@ -81,14 +73,14 @@ def test_repeated_tokens_pay_whatever_the_sign_of_their_score():
             assert choose(large, Sampling(temperature=how, repetition_penalty=penalty), 0.5, [0, 1]) == 0
 
 
-def test_random_numbers_belong_to_seed_sample_and_place():
+def test_random_numbers_depend_on_seed_sample_and_place():
     drawn = [uniform(seed, choice, place) for seed in range(12) for choice in range(12) for place in range(12)]
     assert len(set(drawn)) == 12**3 and min(drawn) >= 0 and max(drawn) < 1
     assert abs(np.mean(drawn) - 0.5) < 0.03 and abs(np.var(drawn) - 1 / 12) < 0.01
     assert uniform(3, 2, 1) == uniform(3, 2, 1) and 0 <= uniform(2**64 - 1, 5, 10**6) < 1
 
 
-def test_log_probabilities_are_those_of_the_model_and_alternatives_come_in_order():
+def test_likelihood_has_ordered_alternatives():
     scores = np.array([0.5, 3.0, -2.0, 3.0, 1.0], np.float32)
     expected = np.log(np.exp(scores.astype(float)) / np.exp(scores.astype(float)).sum())
     found = likelihood(scores, 2, 3)
@@ -99,7 +91,7 @@ def test_log_probabilities_are_those_of_the_model_and_alternatives_come_in_order
     assert len(likelihood(scores, 0, 99).alternatives) == 5
 
 
-def test_impossible_sampling_is_refused():
+def test_invalid_sampling_is_rejected():
     impossible = {
         "temperature": (-1, float("nan"), float("inf")),
         "top_k": (-1,),

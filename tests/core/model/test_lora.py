@@ -1,4 +1,4 @@
-"""Adapters: their gradients, by the chain rule and by differences, and what they leave as it is."""
+"""Adapters: gradients by the chain rule and by differences, and frozen weights."""
 
 import numpy as np
 import pytest
@@ -12,7 +12,6 @@ from models import BASE, VARIANTS, batch, check_by_differences, plain_logits
 
 
 def close(found, wanted, tolerance):
-    """Per tensor, relative to its norm."""
     assert found.keys() == wanted.keys()
     for name, gradient in wanted.items():
         distance = np.linalg.norm(found[name] - gradient) / np.linalg.norm(gradient)
@@ -24,7 +23,7 @@ def close(found, wanted, tolerance):
     [Kernels("float64"), pytest.param(CpuKernels("float64", 2), marks=pytest.mark.ci)],
     ids=["plain", "fused"],
 )
-def test_gradients_are_those_of_the_whole_matrices_by_the_chain_rule(kernels):
+def test_gradients_follow_the_chain_rule(kernels):
     for kind, config in VARIANTS.items():
         tokens, targets = batch(config, 3, 7)
         for matrices in ("all", "q,v,up") if kind in ("gpt2", "modern", "grouped queries") else ("all",):
@@ -37,7 +36,7 @@ def test_gradients_are_those_of_the_whole_matrices_by_the_chain_rule(kernels):
 
 
 @pytest.mark.parametrize("kernels, limit", [(CpuKernels("float32", 2), 1e-4), (Bfloat16Kernels(2), 0.12)])
-def test_gradients_in_the_types_of_training(kernels, limit):
+def test_gradients_in_training_types(kernels, limit):
     for kind in ("gpt2", "modern", "a head size of its own"):
         tokens, targets = batch(VARIANTS[kind], 4, 9)
         model = adapted(VARIANTS[kind], kernels)
@@ -47,12 +46,12 @@ def test_gradients_in_the_types_of_training(kernels, limit):
         assert same == pytest.approx(loss, rel=limit / 10), kind
 
 
-def test_gradients_against_central_differences():
+def test_lora_gradients_match_central_differences():
     model, examples = adapted(BASE, Kernels("float64")), batch(BASE, 3, 7)
     check_by_differences(model, gradients(model, *examples)[0], *examples)
 
 
-def test_at_first_the_model_is_what_it_was_and_nothing_else_of_it_is_kept_twice():
+def test_fresh_adapters_keep_the_model():
     kernels = Bfloat16Kernels(1)
     model = adapted(BASE, kernels)
     model.initialise(7)
@@ -69,8 +68,8 @@ def test_at_first_the_model_is_what_it_was_and_nothing_else_of_it_is_kept_twice(
     assert model.layout.elements < model.frozen.layout.elements / 3
 
 
-def test_what_is_added_is_right_on_average_however_little_it_is():
-    """Rounded to the nearest bfloat16, as much as this would leave every weight as it is."""
+def test_low_rank_addition_is_unbiased():
+    """Rounding to the nearest bfloat16 would drop this addition."""
     kernels, rng = Bfloat16Kernels(2), np.random.default_rng(0)
     w, b, a, y = (kernels.zeros(*shape) for shape in ((64, 512), (64, 2), (2, 512), (64, 512)))
     kernels.put(w, rng.uniform(1, 2, w.shape))
@@ -82,7 +81,7 @@ def test_what_is_added_is_right_on_average_however_little_it_is():
     assert (added * exact).sum() == pytest.approx((exact**2).sum(), rel=0.1)
 
 
-def test_a_matrix_made_in_parts_by_several_threads_has_the_same_bits(monkeypatch):
+def test_low_rank_addition_is_identical_for_any_threads(monkeypatch):
     rng, found = np.random.default_rng(0), []
     host = [rng.standard_normal(shape) for shape in ((70, 40), (70, 3), (3, 40))]
     for threads, rows in ((1, 1000), (1, 8), (2, 8)):

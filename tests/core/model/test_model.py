@@ -1,4 +1,4 @@
-"""The whole model: gradients of every variant against central differences; fused against reference."""
+"""The model: gradients against central differences, and fused against reference kernels."""
 
 import tracemalloc
 from dataclasses import replace
@@ -24,7 +24,7 @@ def loss(work, tokens, targets):
 
 
 @pytest.mark.ci
-def test_gradients_against_central_differences():
+def test_gradients_match_central_differences():
     examples = batch(BASE, 3, 7)
     for kind, config in VARIANTS.items():
         model = build(config, Kernels("float64"))
@@ -36,8 +36,7 @@ def test_gradients_against_central_differences():
 
 @pytest.mark.ci
 @pytest.mark.parametrize("dtype, threads", [("float64", 1), ("float64", 3), ("float32", 2)])
-def test_fused_model_equals_reference(dtype, threads):
-    """Every architecture in float64; two in float32, whose operations test_kernels.py compares."""
+def test_fused_gradients_match_reference(dtype, threads):
     tolerance = {"float64": 1e-12, "float32": 2e-4}[dtype]
     fused = CpuKernels(dtype, threads)
     for kind in VARIANTS if dtype == "float64" else ("gpt2", "modern"):
@@ -54,8 +53,7 @@ def test_fused_model_equals_reference(dtype, threads):
             np.testing.assert_allclose(got, expected, rtol=0, atol=atol, err_msg=kind)
 
 
-def test_workers_that_work_together_set_no_gradient_to_zero(monkeypatch):
-    """One of them would wipe out what another has added already."""
+def test_workers_do_not_zero_shared_gradients(monkeypatch):
     kernels = CpuKernels("float32", 2)
     together, zeroed, run = [], [], kernels.run_together
     monkeypatch.setattr(kernels, "zero", lambda x: zeroed.append(bool(together)))
@@ -72,7 +70,7 @@ def test_workers_that_work_together_set_no_gradient_to_zero(monkeypatch):
     assert zeroed == [False] * 3  # two value embeddings and the embedding
 
 
-def test_the_model_computes_what_its_architecture_says():
+def test_loss_matches_the_formulas():
     for kind, config in VARIANTS.items():
         model = build(config, Kernels("float64"))
         for seq_len in (9, 4):
@@ -84,7 +82,7 @@ def test_the_model_computes_what_its_architecture_says():
             assert loss(work, tokens, targets) == pytest.approx(losses.mean(), rel=1e-12), kind
 
 
-def test_accumulated_small_batches_equal_the_large_batch():
+def test_accumulated_gradients_equal_large_batch():
     config = VARIANTS["gpt2"]
     model = build(config, Kernels("float64"))
     tokens, targets = batch(config, 4, 7)
@@ -100,21 +98,20 @@ def test_accumulated_small_batches_equal_the_large_batch():
 
 @pytest.mark.parametrize("cut", [[range(1), range(1, 3)], [range(2), range(2, 3)]])
 @pytest.mark.parametrize("fuses", [False, True])
-def test_layers_in_groups_give_the_same_bits_and_each_group_is_prepared_before(cut, fuses):
+def test_layer_groups_keep_gradients_and_are_prepared(cut, fuses):
     config, found = replace(VARIANTS["value embeddings"], n_layer=3), []
     for groups in ([range(3)], cut):
         kernels = Kernels("float64") if fuses else CpuKernels("float32", 2)
         kernels.capabilities = replace(kernels.capabilities, fuses_residual=fuses)
         model, prepared = build(config, kernels), []
         model.groups, model.prepare = groups, prepared.append
-        work = Pass(model, 4, 7, training=True)
-        work.loss_and_gradients(*batch(config, 4, 7), 1.0, accumulate=False)
+        Pass(model, 4, 7, training=True).loss_and_gradients(*batch(config, 4, 7), 1.0, accumulate=False)
         assert prepared == [*groups, *reversed(groups)]
         found.append(model.grads.with_flags.copy())
     np.testing.assert_array_equal(*found)
 
 
-def test_a_model_trains_the_tensors_of_its_layout_and_reads_the_others():
+def test_model_trains_only_its_layout():
     config, kernels = replace(VARIANTS["gpt2"], n_layer=3), Kernels("float64")
     whole = build(config, kernels)
     some = Layout(spec for spec in whole.layout.specs if spec.name.startswith(("blocks.2.mlp", "blocks.0.attn")))
@@ -133,7 +130,7 @@ def test_a_model_trains_the_tensors_of_its_layout_and_reads_the_others():
     assert ends[4:] == [first, 0, some.end_of(some.offsets), some.size]
 
 
-def test_what_is_computed_again_changes_nothing():
+def test_recompute_keeps_gradients():
     kernels = CpuKernels("float32", 2)
     for kind in ("gpt2", "modern", "microgpt", "scaled queries"):
         model, results = build(VARIANTS[kind], kernels), {}
@@ -145,20 +142,19 @@ def test_what_is_computed_again_changes_nothing():
             np.testing.assert_allclose(results[how], results["mlp"], 1e-4, 1e-6, err_msg=f"{kind} {how}")
 
 
-def test_gradients_are_reported_ready_in_order_and_do_not_change_any_more():
+def test_ready_gradients_are_final():
     model = build(VARIANTS["modern"], CpuKernels("float32", 1))
     work = Pass(model, 2, 7, training=True)
     seen = []
-    work.loss_and_gradients(
-        *batch(model.config, 2, 7), 1.0, False, lambda n: seen.append((n, model.grads.flat[:n].copy()))
-    )
+    noted = lambda n: seen.append((n, model.grads.flat[:n].copy()))  # noqa: E731
+    work.loss_and_gradients(*batch(model.config, 2, 7), 1.0, False, noted)
     ends = [n for n, _ in seen]
     assert ends == sorted(ends) and ends[-1] == model.layout.size and len(ends) == 3
     for n, then in seen:
         np.testing.assert_array_equal(then, model.grads.flat[:n])
 
 
-def test_a_training_step_allocates_nothing_large():
+def test_training_step_allocates_nothing_large():
     model = build(replace(BASE, n_embd=48, seq_len=64), CpuKernels("float32", 1))
     work = Pass(model, 4, 64, training=True)
     tokens, targets = batch(model.config, 4, 64)
@@ -170,7 +166,7 @@ def test_a_training_step_allocates_nothing_large():
     assert peak < 4 * 64 * 48 * 4  # less than one activation
 
 
-def test_initial_values_depend_on_seed_and_name_alone():
+def test_initial_values_depend_on_seed_and_name():
     one, deeper = (Model(Architecture(replace(BASE, n_layer=n)), Kernels()) for n in (2, 3))
     for model in (one, deeper):
         model.initialise(5)
@@ -186,17 +182,17 @@ def test_initial_values_depend_on_seed_and_name_alone():
     ("gpt2", 124_475_904), ("microgpt", 4_192), ("smollm2-135m", 134_515_008), ("smollm2-360m", 361_821_120),
     ("qwen3-0.6b", 596_049_920), ("llama3.2-1b", 1_235_814_400),
 ])  # fmt: skip
-def test_presets_are_of_their_published_sizes(name, size):
+def test_presets_have_published_sizes(name, size):
     assert Architecture(preset(name).model).layout.elements == size
 
 
-def test_a_model_without_vocabulary_is_refused():
+def test_model_requires_vocabulary():
     with pytest.raises(UsageError, match="vocab"):
         Model(Architecture(ModelConfig()), Kernels())
 
 
-def test_few_rows_of_wide_layers_share_the_reading_of_weights():
-    """Without gradients one slice, whose matmuls split columns; the same result as of slices."""
+def test_few_rows_of_wide_layers_use_one_slice():
+    """Without gradients, the matmuls of one slice split columns."""
     wide = replace(BASE, n_layer=1, n_head=4, n_embd=384)
     assert 12 * wide.n_embd**2 * 4 > LARGE_LAYER
     model = build(wide, CpuKernels("float32", 2))
@@ -207,13 +203,11 @@ def test_few_rows_of_wide_layers_share_the_reading_of_weights():
         tokens, targets = batch(wide, n_seq, seq_len)
         alone = Pass(model, n_seq, seq_len, training=False, workers=1)
         assert loss(work, tokens, targets) == pytest.approx(loss(alone, tokens, targets), rel=1e-6)
-    narrow = build(BASE, CpuKernels("float32", 2))
-    assert len(Pass(narrow, 4, 7, training=False).slices) == 2
+    assert len(Pass(build(BASE, CpuKernels("float32", 2)), 4, 7, training=False).slices) == 2
 
 
 @pytest.mark.parametrize("n_seq, slices", [(4, 2), (6, 2), (5, 1), (1, 1), (12, 6), (20, 10), (34, 2)])
-def test_with_gradients_each_thread_gets_several_slices_and_the_bits_stay(n_seq, slices, monkeypatch):
-    """Slices of about two sequences where their number divides evenly."""
+def test_slices_keep_gradients_identical(n_seq, slices, monkeypatch):
     found = []
     for rows in (1 << 30, 14):
         monkeypatch.setattr(CpuKernels, "slice_rows", rows)

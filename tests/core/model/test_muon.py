@@ -1,4 +1,4 @@
-"""Muon: what it updates and how, on any number of ranks, in whole runs that stop and resume."""
+"""Muon: its updates on any number of ranks, and in resumed runs."""
 
 from dataclasses import replace
 
@@ -16,26 +16,15 @@ from distgpt.core.ops.kernels import Kernels
 from steps import build_step, state_for
 from threadranks import on_all_ranks
 
-from conftest import SMALL, in_one_job, losses, needs_mpi, train
+from conftest import SMALL, in_one_job, losses, slow_ranks, train
 
-MODEL = ModelConfig(
-    vocab_size=64,
-    seq_len=8,
-    n_layer=3,
-    n_head=4,
-    n_kv_head=2,
-    n_embd=32,
-    mlp="swiglu",
-    tied=False,
-    value_embeddings=True,
-)
-CONFIG = TrainConfig(
-    batch_size=24, seed=3, recompute="mlp", matmul="own", optimizer="muon", lr=0.02, embedding_lr=0.1, clip=0.5
-)
+MODEL = ModelConfig(64, seq_len=8, n_layer=3, n_head=4, n_kv_head=2, n_embd=32, value_embeddings=True)
+MODEL = replace(MODEL, mlp="swiglu", tied=False)
+CONFIG = TrainConfig(batch_size=24, seed=3, recompute="mlp", matmul="own", clip=0.5)
+CONFIG = replace(CONFIG, optimizer="muon", lr=0.02, embedding_lr=0.1)
 
 
 def trained(comm, kernels=None, **how):
-    """Weights, moments, and (loss, norm) of some steps."""
     config = replace(CONFIG, **how)
     model = Model(Architecture(MODEL), kernels or CpuKernels("float32"))
     model.allocate_master_weights(comm.size)
@@ -48,7 +37,7 @@ def trained(comm, kernels=None, **how):
     return model.weights, optimizer, np.array(read)
 
 
-def test_matrices_of_layers_are_muon_s_and_everything_else_is_adamw_s():
+def test_muon_updates_only_matrices_of_layers():
     _, optimizer, _ = trained(SerialComm(), Kernels())
     for spec in optimizer.model.layout.specs:
         is_muons = spec.name.startswith("blocks.") and spec.name.endswith((".qkv.w", ".proj.w", ".fc.w"))
@@ -58,7 +47,7 @@ def test_matrices_of_layers_are_muon_s_and_everything_else_is_adamw_s():
 
 
 def parts_of(spec):
-    """The shapes of the matrices: q, k and v are apart, so are swiglu's two."""
+    """Return the shapes of the matrices; q, k and v are separate, and swiglu's two."""
     rows, columns = spec.shape
     heights = {"qkv": (32, 16, 16), "fc": (rows // 2, rows // 2)}.get(spec.name.split(".")[-2], (rows,))
     return [(height, columns) for height in heights]
@@ -66,8 +55,6 @@ def parts_of(spec):
 
 @pytest.fixture
 def updated():
-    """By what the first update moves each tensor, in learning rates, given what changes the gradients."""
-
     def moved(config, change=lambda gradients: None):
         model = Model(Architecture(config), Kernels())
         model.allocate_master_weights()
@@ -82,8 +69,8 @@ def updated():
     return moved
 
 
-def test_each_head_is_made_orthogonal_by_itself(updated):
-    """Heads that learn the same thing still move at full length."""
+def test_heads_are_orthogonalized_separately(updated):
+    """Heads with equal gradients still move at full length."""
 
     def repeat(gradients):
         for first in (0, 32, 64):  # q, k and v, of four heads of 8 rows
@@ -95,8 +82,7 @@ def test_each_head_is_made_orthogonal_by_itself(updated):
     np.testing.assert_allclose([np.linalg.norm(part) for part in np.split(moved, 3)], np.sqrt(32), rtol=0.1)
 
 
-def test_a_matrix_moves_by_the_learning_rate_in_every_direction(updated):
-    """The singular values of the first update are about as large, whatever the gradient's are."""
+def test_update_moves_equally_in_every_direction(updated):
     for spec, moved in updated(MODEL).items():
         if spec.group != MATRIX:
             assert 0 < abs(moved).max() < 0.11 / CONFIG.lr, spec.name
@@ -107,14 +93,14 @@ def test_a_matrix_moves_by_the_learning_rate_in_every_direction(updated):
             assert 0.85 < length < 1.15, spec.name
 
 
-def test_decay_acts_where_it_has_the_direction_of_the_update_and_falls_with_the_rate():
+def test_muon_decay_falls_with_the_rate():
     config = replace(CONFIG, steps=100, warmup=10, schedule="wsd", decay_fraction=0.5, weight_decay=0.2)
     early, late = (muon_scalars(config, step, learning_rate(config, step), 1.0, 1.0) for step in (20, 99))
     assert early.weight_decay == 0.2 and late.weight_decay == pytest.approx(0.2 * 0.02)
     assert 0.85 < early.momentum < late.momentum < config.momentum
 
 
-def test_groups_have_learning_rates_of_their_own():
+def test_groups_have_separate_learning_rates():
     config = replace(CONFIG, embedding_lr=0.3, head_lr=0.0, vector_lr=0.01, warmup=0, schedule="constant")
     scale, clip, _, *groups = step_scalars(config, 0, config.lr, 0.5, 0.25)
     assert (scale, clip) == (0.5, 2 * config.clip)
@@ -128,11 +114,8 @@ def test_groups_have_learning_rates_of_their_own():
 
 def test_borders_cut_no_matrix():
     layout = Architecture(MODEL).layout
-    matrices = [
-        (layout.offsets[spec.name], layout.offsets[spec.name] + spec.size)
-        for spec in layout.specs
-        if spec.group == MATRIX
-    ]
+    specs = [spec for spec in layout.specs if spec.group == MATRIX]
+    matrices = [(start := layout.offsets[spec.name], start + spec.size) for spec in specs]
     for parts in range(1, 40):
         bounds = borders(layout, parts, lambda spec: spec.size)
         assert len(bounds) == parts + 1 and bounds == sorted(bounds)
@@ -142,7 +125,7 @@ def test_borders_cut_no_matrix():
 
 
 @pytest.mark.parametrize("ranks", [2, 3])
-def test_ranks_share_the_work_and_compute_the_same(ranks):
+def test_ranks_share_muon_updates(ranks):
     weights, optimizer, read = trained(SerialComm())
     for how in ({}, {"grad_sync": "sharded"}, {"grad_sync": "overlapped"}):
         found = on_all_ranks(ranks, lambda comm, how=how: trained(comm, **how))
@@ -155,7 +138,7 @@ def test_ranks_share_the_work_and_compute_the_same(ranks):
             np.testing.assert_array_equal(others.flat, found[0][0].flat)
 
 
-def test_parts_of_the_batch_give_the_same_bits_on_any_number_of_ranks():
+def test_reproducible_parts_match_on_any_ranks():
     how = {"reproducible_parts": 4}
     weights, *_ = trained(SerialComm(), **how, grad_accum=4)
     for ranks in (2, 4):
@@ -167,18 +150,12 @@ RECIPE = ["--optimizer", "muon", "--lr", "0.02", "--set", "embedding_lr=0.1", "-
 RECIPE += ["--save-every", "5", "--n-head", "4", "--n-kv-head", "2", "--positions", "rope"]
 
 
-@pytest.mark.ranks
-@pytest.mark.slow
-@needs_mpi
-def test_runs_stop_resume_and_move_between_ranks(tmp_path):
+@slow_ranks
+def test_muon_runs_resume_and_move_between_ranks(tmp_path):
     whole = train(tmp_path / "whole", "--steps", "10", *RECIPE)
     begin = ["train", *SMALL, *RECIPE, "--stage", "mpi", "--out"]
     resume = ["train", "--stage", "mpi", "--threads", "1", "--steps", "10", "--resume", "auto", "--out"]
-    ways = {
-        "allreduce": ["--grad-sync", "allreduce"],
-        "sharded": ["--grad-sync", "sharded"],
-        "local": ["--outer-every", "5"],
-    }
+    ways = {sync: ["--grad-sync", sync] for sync in ("allreduce", "sharded")} | {"local": ["--outer-every", "5"]}
     jobs = [[*begin, tmp_path / "moved", "--steps", "5", "--grad-sync", "sharded"]]
     for name, how in ways.items():
         jobs += [[*begin, tmp_path / name, "--steps", "5", *how], [*resume, tmp_path / name]]

@@ -1,4 +1,4 @@
-"""Files made to hurt: weights, prompts, results. One line that says so, nothing for the terminal to obey."""
+"""Hostile weights, prompts and results: one-line errors without terminal commands."""
 
 import json
 import re
@@ -24,7 +24,6 @@ def weights(tmp_path_factory):
 
 
 def changed(weights, path, change=None, **metadata):
-    """A copy with other metadata, and with other tensors."""
     model = distgpt.load(weights)
     tensors = {name: np.array(values) for name, values in model.parameters().items()}
     if change:
@@ -37,8 +36,8 @@ def changed(weights, path, change=None, **metadata):
 DOTTED = "a." * 100_000 + "a"
 
 
-def test_settings_that_nobody_writes_end_in_one_line(weights, tmp_path):
-    """Also a key of many parts, for which the parser of TOML would take gigabytes."""
+def test_hostile_settings_are_one_line_errors(weights, tmp_path):
+    """The TOML parser would take gigabytes for a key of many parts."""
     config, path = read_header(weights).metadata["config"], tmp_path / "w.safetensors"
     for value in ("[" * 3000 + "]" * 3000, "9" * 5000, "1e400", "1979-99-99"):
         changed(weights, path, config=re.sub(r"(?m)^n_embd = .*$", f"n_embd = {value}", config))
@@ -50,7 +49,7 @@ def test_settings_that_nobody_writes_end_in_one_line(weights, tmp_path):
     refused(inside("infer", "--weights", path), 65, "w.safetensors", "dots")
 
 
-def test_weights_that_overflow_end_with_76_and_one_line(weights, tmp_path):
+def test_overflowing_weights_exit_with_76(weights, tmp_path):
     path = changed(weights, tmp_path / "w.safetensors", lambda values: values.fill(1e15))
     (tmp_path / "h.jsonl").write_text(json.dumps({**LABELLED, "label": 1}))
     for words in (
@@ -63,7 +62,7 @@ def test_weights_that_overflow_end_with_76_and_one_line(weights, tmp_path):
         assert [line for line in result.stderr.splitlines() if line.startswith("distgpt: ")], result.stderr
 
 
-def test_no_page_and_no_message_holds_commands_for_the_terminal(weights, tmp_path):
+def test_output_has_no_terminal_commands(weights, tmp_path):
     evil = tmp_path / f"a{ESCAPE}"
     evil.mkdir()
     own = changed(weights, evil / "w.safetensors", origin=f"from {ESCAPE}\nforged")

@@ -1,4 +1,4 @@
-"""One process trains in a run's directory: it holds a lock, which ends with it, and its name stands there."""
+"""The lock of a run's directory, held by one process and released when it ends."""
 
 import errno
 import fcntl
@@ -34,22 +34,21 @@ NO_LOCKS = raising(OSError(errno.ENOLCK, "No locks available"))
 
 @pytest.fixture(params=[True, False], ids=["locks", "no locks"])
 def run(request, tmp_path, monkeypatch):
-    """A directory on a disk with locks and on one without."""
     if not request.param:
         monkeypatch.setattr(fcntl, "flock", NO_LOCKS)
     return RunDirectory(tmp_path)
 
 
-def test_a_directory_is_held_only_as_long_as_it_is_claimed(run, tmp_path, monkeypatch):
+def test_directory_is_held_while_claimed(run, tmp_path, monkeypatch):
     assert not run.lock.is_held() and run.lock.refuse_second() == ""
     monkeypatch.chdir(tmp_path)
     with pytest.raises(ZeroDivisionError), RunDirectory(Path()).lock.claimed(SerialComm()):
-        monkeypatch.chdir("/")  # a place is known from everywhere
+        monkeypatch.chdir("/")  # the path was relative
         assert json.loads(run.lock.path.read_text()) == {"host": HOST, "pid": os.getpid()}
         assert run.lock.is_held()
         raise ZeroDivisionError
     with run.lock.claimed(SerialComm()):
-        run.lock.claim()  # again, as in a notebook
+        run.lock.claim()  # again in the same process
         assert run.lock.is_held() and run.lock.refuse_second() == ""
     assert not run.lock.is_held() and not list(tmp_path.iterdir())
     with run.lock.claimed(SerialComm()):
@@ -58,15 +57,15 @@ def test_a_directory_is_held_only_as_long_as_it_is_claimed(run, tmp_path, monkey
     assert run.lock.path.read_text() == "another's"
 
 
-def test_a_name_that_no_directory_can_have_is_refused(tmp_path):
+def test_undecodable_names_are_rejected(tmp_path):
     for name in ("a\0b", "a\udc80"):
         with pytest.raises(UsageError, match="choose another --out"):
             RunDirectory(tmp_path / name).refuse_undecodable()
     assert not RunDirectory(tmp_path / "none").is_there() and RunDirectory(tmp_path).is_there()
 
 
-def test_a_file_that_another_host_removed_is_taken_and_a_disk_that_fails_is_not(tmp_path, monkeypatch):
-    """On NFS an open file is stale then; any other failure is one of saving, which a run may survive."""
+def test_stale_lock_file_means_in_use(tmp_path, monkeypatch):
+    """On NFS a removed open file is stale; other failures are storage errors."""
     lock = RunDirectory(tmp_path).lock
     with lock.claimed(SerialComm()):
         lock.refuse_taken()
@@ -80,7 +79,7 @@ def test_a_file_that_another_host_removed_is_taken_and_a_disk_that_fails_is_not(
 
 
 @pytest.mark.ci
-def test_a_second_run_of_the_process_and_a_forked_child_are_refused(run):
+def test_second_run_and_forked_child_are_rejected(run):
     first, second = run.lock, RunDirectory(run.lock.path.parent).lock
     with first.claimed(SerialComm()):
         for refuse in (second.claim, second.refuse_second):
@@ -104,7 +103,7 @@ def test_a_second_run_of_the_process_and_a_forked_child_are_refused(run):
 
 
 @pytest.mark.ci
-def test_a_second_process_is_refused_until_the_first_has_ended(tmp_path):
+def test_second_process_is_rejected_until_first_ends(tmp_path):
     run = RunDirectory(tmp_path)
     words = [sys.executable, "-c", HOLD, str(tmp_path)]
     with subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as child:
@@ -123,18 +122,18 @@ def test_a_second_process_is_refused_until_the_first_has_ended(tmp_path):
 
 @pytest.mark.parametrize("content, who", [
     *((content, "another process") for content in ("", "[]", "damaged", '{"host": 3, "pid": 7}')),
-    ('{"host": "h", "space": "s", "pid": -1}', "process -1 on h"),  # as another version may write it
+    ('{"host": "h", "space": "s", "pid": -1}', "process -1 on h"),  # another version's format
     *((json.dumps({"host": host, "pid": pid}), None)
       for host, pid in (("elsewhere", os.getpid()), (HOST, 2**22 + 1), (HOST, -1), (HOST, 2**80), (HOST, "1"))),
 ], ids=range(10))  # fmt: skip
-def test_a_file_that_nobody_holds_is_no_obstacle(run, content, who):
+def test_unheld_lock_file_is_ignored(run, content, who):
     run.lock.path.write_text(content)
     assert not run.lock.is_held() and who in (None, run.lock.refuse_second())
     with run.lock.claimed(SerialComm()):
         assert json.loads(run.lock.path.read_text())["pid"] == os.getpid()
 
 
-def test_a_full_disk_is_a_storage_error(run, tmp_path, monkeypatch):
+def test_lock_on_full_disk_is_a_storage_error(run, tmp_path, monkeypatch):
     monkeypatch.setattr(os, "ftruncate", raising(OSError(errno.ENOSPC, "No space left on device")))
     with complains("No space left", kind=StorageError):
         run.lock.claim()
@@ -143,13 +142,12 @@ def test_a_full_disk_is_a_storage_error(run, tmp_path, monkeypatch):
 
 @pytest.fixture
 def unlocked(tmp_path_factory):
-    """Variables of a process on whose disks there are no locks."""
     if shutil.which("cc") is None or sys.platform != "linux":
         pytest.skip("needs a C compiler and Linux")
     return without_locks(tmp_path_factory.mktemp("unlocked"))
 
 
-def test_without_locks_runs_shards_and_answers_say_so(tmp_path, monkeypatch):
+def test_missing_locks_are_reported(tmp_path, monkeypatch):
     monkeypatch.setattr(fcntl, "flock", NO_LOCKS)
     (tmp_path / "text.txt").write_text("Once upon a time. " * 20)
     (tmp_path / "prompts.jsonl").write_text('{"prompt": "a"}\n')
@@ -164,7 +162,7 @@ def test_without_locks_runs_shards_and_answers_say_so(tmp_path, monkeypatch):
 
 @pytest.mark.ci
 @pytest.mark.parametrize("locks", [True, pytest.param(False, marks=pytest.mark.slow)])
-def test_of_two_that_begin_at_once_one_is_refused(locks, tmp_path, request):
+def test_concurrent_start_is_rejected(locks, tmp_path, request):
     words = ["train", *SMALL, "--steps", "100000", "--time-limit", "100s", "--out", tmp_path / "run"]
     how = {"stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE, "text": True}
     how |= {} if locks else {"cold": True, "env": request.getfixturevalue("unlocked")}
@@ -184,7 +182,7 @@ def listed(top):
 
 
 @pytest.mark.ci
-def test_a_run_is_running_until_its_process_ends_however_it_does(tmp_path):
+def test_run_is_running_until_its_process_ends(tmp_path):
     out = tmp_path / "run"
     words = ["train", *SMALL, "--out", out, "--steps", 10**7, "--progress", "plain"]
     needed = ("running.json", "metrics.jsonl")
@@ -196,7 +194,7 @@ def test_a_run_is_running_until_its_process_ends_however_it_does(tmp_path):
         with popen(*map(str, words), *resume, **how) as process:
             try:
                 wait_for(lambda: all((out / name).exists() for name in needed), 60)
-                for path in out.glob("*.*"):  # quiet for long
+                for path in out.glob("*.*"):  # not updated for a long time
                     os.utime(path, (1e9, 1e9))
                 assert listed(tmp_path) == "running"
             finally:
@@ -206,8 +204,7 @@ def test_a_run_is_running_until_its_process_ends_however_it_does(tmp_path):
         assert (out / "running.json").exists() is (ending == signal.SIGKILL)
 
 
-def test_what_killed_runs_have_left_is_no_obstacle_and_goes(tmp_path):
-    """Before there was a configuration, and later; files of others stay."""
+def test_leftovers_of_killed_runs_are_removed(tmp_path):
     out = tmp_path / "run"
     out.mkdir()
     left = [f".{name}.0123456789ab.tmp" for name in ("config.toml", "best.safetensors", "weights.safetensors")]

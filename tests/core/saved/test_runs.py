@@ -1,4 +1,4 @@
-"""The table of runs, and that a run's directory is as good as its weights file."""
+"""The table of runs, and run directories in place of weights files."""
 
 import json
 import math
@@ -20,24 +20,20 @@ from distgpt.core.saved.tensors import write_tensors
 from distgpt.core.saved.weights import find_weights
 from distgpt.show.runs import Listed, render_terminal
 
-from conftest import SMALL, inside, refused
+from conftest import SMALL, inside, logged, refused, summary, validations
 
 HELD_OUT = ["--val-fraction", "0.2", "--eval-every", "2"]
 
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory):
-    """Two runs, one of them a level deeper, and what is none."""
     top = tmp_path_factory.mktemp("place") / "runs"
     for out, *words in ((top / "my first", "--steps", "6", *HELD_OUT), (top / "sweep" / "second", "--steps", "3")):
         shown = done("train", *SMALL, "--out", out, *words)
-        # A run ends with a command that works.
+        # The printed next command works.
         (line,) = [line for line in shown.splitlines() if line.startswith("next")]
-        words = shlex.split(line.partition("infer")[2])
-        assert words[:2] == [
-            "--weights",
-            str(RunDirectory(out).best if "at step" in shown else RunDirectory(out).weights),
-        ]
+        words, run = shlex.split(line.partition("infer")[2]), RunDirectory(out)
+        assert words[:2] == ["--weights", str(run.best if "at step" in shown else run.weights)]
         done("infer", *words, "--max-new-tokens", "2")
     (top / "other").mkdir()
     (top / "other" / "config.toml").write_text("[unknown]\na = 1\n")
@@ -53,21 +49,10 @@ def listed(top, *words):
     return json.loads(done("runs", top, "--json", *words))["runs"]
 
 
-def summary(run):
-    return json.loads((run / "summary.json").read_text())
-
-
-def lines(run):
-    return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-
-
-# Summaries
-
-
-def test_a_summary_has_losses_and_why_the_run_stopped(runs):
+def test_summary_has_losses_and_stop_reason(runs):
     out = runs / "my first"
-    found, recorded = summary(out), lines(out)
-    evaluated = {line["step"]: line["val_loss"] for line in recorded if "val_loss" in line}
+    found, recorded = summary(out), logged(out)
+    evaluated = validations(out)
     best = min((step for step in evaluated if step), key=evaluated.get)
     assert found["loss"] == [line["loss"] for line in recorded if "loss" in line][-1]
     assert (found["val_loss"], found["step"], found["stop"]) == (evaluated[6], 6, "finished")
@@ -81,10 +66,7 @@ def test_a_summary_has_losses_and_why_the_run_stopped(runs):
     assert again["steps"] == 0 and again["loss"] is None
 
 
-# The table
-
-
-def test_runs_are_listed_with_what_they_came_to(runs):
+def test_runs_are_listed_with_results(runs):
     first, second = listed(runs)
     assert [first["name"], second["name"]] == ["my first", "sweep/second"]
     assert (first["step"], first["steps"], first["state"], first["error"]) == (6, 6, "finished", None)
@@ -98,7 +80,7 @@ def test_runs_are_listed_with_what_they_came_to(runs):
     assert inside("runs", cwd=runs.parent).stdout == page
 
 
-def test_losses_are_also_in_bits_per_byte_which_tokenizers_share(runs):
+def test_losses_are_also_in_bits_per_byte(runs):
     words = [*SMALL, "--tokenizer", "byte", *HELD_OUT, "--steps", "2", "--out", runs / "bytes"]
     result = done("train", *words)
     by_byte, by_word, _ = listed(runs)
@@ -119,21 +101,21 @@ def test_losses_are_also_in_bits_per_byte_which_tokenizers_share(runs):
     assert by_bits == [*sorted(by_bits[:2]), None]
 
 
-def test_a_run_that_ends_by_the_clock_shows_its_time(runs):
+def test_timed_run_shows_its_time(runs):
     out = runs / "clock"
     done("train", *SMALL, "--set", "train_minutes=0.02", "--out", out)
     found = listed(out)[0]
     assert (found["steps"], found["elapsed_s"], found["total_s"]) == (None, 1.2, 1.2)
-    elapsed = [line["elapsed_s"] for line in lines(out)]
+    elapsed = [line["elapsed_s"] for line in logged(out)]
     assert elapsed == sorted(elapsed) and 0 < elapsed[0] < 1.2
     text = (out / "config.toml").read_text().replace("train_minutes = 0.02", "train_minutes = 3.0")
     (out / "config.toml").write_text(text)
-    (out / "metrics.jsonl").write_text(json.dumps(lines(out)[0] | {"elapsed_s": 77.0}) + "\n")
+    (out / "metrics.jsonl").write_text(json.dumps(logged(out)[0] | {"elapsed_s": 77.0}) + "\n")
     (out / "summary.json").unlink()
     assert "1:17/3:00" in (page := done("runs", out)) and "/7" not in page
 
 
-def test_every_run_has_a_time_and_one_that_runs_an_expected_end(runs):
+def test_running_run_shows_expected_time(runs):
     out = runs / "my first"
     taken = [{"step": step, "loss": 1.0, "step_s": 60.0} for step in (1, 3)]
     (out / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in taken))
@@ -144,7 +126,7 @@ def test_every_run_has_a_time_and_one_that_runs_an_expected_end(runs):
 
 
 @pytest.mark.parametrize("columns", [60, 100, 200])
-def test_a_narrow_terminal_shows_fewer_columns(runs, columns):
+def test_narrow_terminal_shows_fewer_columns(runs, columns):
     long = "a-run-with-a-rather-long-name-of-mine"
     (runs / "my first").rename(runs / long)
     (runs / "sweep" / "grid.json").touch()
@@ -160,7 +142,7 @@ def test_a_narrow_terminal_shows_fewer_columns(runs, columns):
     assert [run["sweep"] for run in listed(runs)] == [None, "sweep", "sweep"]
 
 
-def test_where_there_are_no_runs_the_next_command_is_named(runs, tmp_path):
+def test_missing_runs_suggest_next_command(runs, tmp_path):
     (tmp_path / "empty" / "runs").mkdir(parents=True)
     shown = inside("runs", cwd=tmp_path / "empty")
     assert shown.returncode == 0 and "distgpt train" in shown.stdout
@@ -185,7 +167,7 @@ def test_runs_are_sorted(runs):
     assert order("--sort", "loss") == [run["name"][:2] for run in sorted(listed(runs), key=lambda run: run["loss"])]
 
 
-def test_states(runs):
+def test_run_states(runs):
     out = runs / "my first"
 
     def state():
@@ -194,12 +176,12 @@ def test_states(runs):
     with RunDirectory(out).lock.claimed(SerialComm()):
         assert state() == "running"
     (out / "running.json").touch()
-    assert state() == "stopped"  # whatever the summary of an earlier start says
+    assert state() == "stopped"  # an older summary does not count
     (out / "running.json").unlink()
     for text, found in (('{"stop": "interrupted"}', "interrupted"), ("{}", "finished")):
         (out / "summary.json").write_text(text)
         assert state() == found
-    os.utime(out / "summary.json", (1e8, 1e8))  # of an earlier start
+    os.utime(out / "summary.json", (1e8, 1e8))  # an older start
     assert state() == "stopped"
     (out / "summary.json").unlink()
     assert state() == "stopped"
@@ -207,17 +189,14 @@ def test_states(runs):
     assert state() == "begun"
 
 
-@pytest.mark.parametrize(
-    ("file", "content"),
-    [
-        ("metrics.jsonl", '{"step": 1, "val_loss": "low"}\n'),
-        ("metrics.jsonl", "[" * 100_000 + "\n"),
-        ("metrics.jsonl", '{"step": Infinity, "loss": 1}\n'),
-        ("summary.json", '{"stop": NaN}'),
-        ("config.toml", "a\x1b[31m = 1"),
-    ],
-)
-def test_one_damaged_run_leaves_the_others(runs, file, content):
+@pytest.mark.parametrize(("file", "content"), [
+    ("metrics.jsonl", '{"step": 1, "val_loss": "low"}\n'),
+    ("metrics.jsonl", "[" * 100_000 + "\n"),
+    ("metrics.jsonl", '{"step": Infinity, "loss": 1}\n'),
+    ("summary.json", '{"stop": NaN}'),
+    ("config.toml", "a\x1b[31m = 1"),
+])  # fmt: skip
+def test_corrupt_run_leaves_the_others(runs, file, content):
     (runs / "my first" / file).write_text(content)
     first, second = listed(runs)
     assert (first["state"], second["state"]) == ("damaged", "finished") and file in first["error"]
@@ -226,15 +205,11 @@ def test_one_damaged_run_leaves_the_others(runs, file, content):
 
 
 @pytest.mark.parametrize("seconds", [2.0**63, 2.0**60, 1e300, -1e300])
-def test_a_run_whose_file_is_of_no_time_is_listed_without_it(seconds):
-    """A disk in memory keeps any number of 64 bits as the time of a file."""
+def test_invalid_file_time_is_omitted(seconds):
     assert "begun" in render_terminal([Listed("a", "a", when=seconds)])
 
 
-# A run's directory in the place of a file
-
-
-def test_a_runs_directory_stands_for_its_best_weights(runs, monkeypatch):
+def test_run_directory_means_best_weights(runs, monkeypatch):
     out = runs / "my first"
     run = RunDirectory(out)
     assert find_weights(out) == run.best and find_weights(run.weights) == run.weights
@@ -254,7 +229,7 @@ def test_a_runs_directory_stands_for_its_best_weights(runs, monkeypatch):
     refused(inside("infer", "--weights", near, cwd=runs.parent), 74, near, "'runs/sweep/second'")
 
 
-def test_a_run_that_took_no_step_leaves_its_place_to_the_next_one(runs, tmp_path):
+def test_run_without_steps_is_replaced(runs, tmp_path):
     out = tmp_path / "runs" / "tiny-adamw"
     words = ["train", *SMALL, "--steps", "1"]
 
@@ -268,16 +243,16 @@ def test_a_run_that_took_no_step_leaves_its_place_to_the_next_one(runs, tmp_path
         begun()
         assert inside(*words, *place, cwd=tmp_path).returncode == 0
         assert RunDirectory(out).finished_at() == 1
-    assert inside(*words, cwd=tmp_path).returncode == 0  # that one has a step
+    assert inside(*words, cwd=tmp_path).returncode == 0  # the first run has a step
     assert RunDirectory(tmp_path / "runs" / "tiny-adamw-2").finished_at() == 1
     refused(inside(*words, "--out", out), 2, "add --resume auto")
     begun()
-    (out / "running.json").write_text("{}")  # it may be about to take its first step
+    (out / "running.json").write_text("{}")  # the run may be starting
     assert inside(*words, cwd=tmp_path).returncode == 0
     assert (out / "running.json").exists() and (tmp_path / "runs" / "tiny-adamw-3").exists()
 
 
-def test_a_mistyped_directory_is_not_resumed_into(runs):
+def test_mistyped_directory_is_not_resumed(runs):
     near = ["--resume", "auto", "--out", "runs/my frst"]
     for more in ([], ["--steps", "9"], ["--stage", "mpi"]):
         result = inside("train", *near, *more, "--threads", "1", cwd=runs.parent)
@@ -286,7 +261,7 @@ def test_a_mistyped_directory_is_not_resumed_into(runs):
     assert inside("train", *SMALL, "--steps", "1", *near, cwd=runs.parent).returncode == 0
 
 
-def test_a_model_of_transformers_names_the_command_that_imports_it(runs, tmp_path):
+def test_transformers_model_suggests_import(runs, tmp_path):
     there = tmp_path / "my model"
     result = inside("weights", "export", runs / "my first", "--out", there)
     if result.returncode:  # a word tokenizer cannot be exported
@@ -296,12 +271,11 @@ def test_a_model_of_transformers_names_the_command_that_imports_it(runs, tmp_pat
         refused(inside(*words, there), 2, f"weights import '{there}' --out 'my model.safetensors'")
     with pytest.raises(UsageError, match="weights import"):
         find_weights(there)
-    foreign = {"w": np.zeros(2, np.float32)}
-    write_tensors(there / "model.safetensors", foreign, {})
+    write_tensors(there / "model.safetensors", {"w": np.zeros(2, np.float32)}, {})
     refused(inside("infer", "--weights", there / "model.safetensors"), 65, f"weights import '{there}'")
 
 
-def test_commands_to_copy_are_quoted_and_can_be_found(tmp_path, monkeypatch):
+def test_suggested_commands_are_quoted(tmp_path, monkeypatch):
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.setattr(sys, "argv", ["-c"])
     assert command_line("plot", "a b") == shlex.join(python(PACKAGE, "plot", "a b"))

@@ -1,4 +1,4 @@
-"""The weights file: round trips, the official library, damage, and what `weights info` says of it."""
+"""Weights files: round trips, the safetensors library, corruption and `weights info`."""
 
 import hashlib
 import json
@@ -30,13 +30,10 @@ def some_tensors():
     rng = np.random.default_rng(3)
     flat = rng.standard_normal(40).astype(np.float32)
     return {
-        "wte": flat[:15].reshape(5, 3),
-        "bias": flat[15:18],
-        "wide": rng.standard_normal((2, 3)),
-        "turned": rng.standard_normal((4, 6)).astype(np.float32).T,
-        "none": np.zeros((0, 7), np.float32),
+        "wte": flat[:15].reshape(5, 3), "bias": flat[15:18], "wide": rng.standard_normal((2, 3)),
+        "turned": rng.standard_normal((4, 6)).astype(np.float32).T, "none": np.zeros((0, 7), np.float32),
         "one": np.array(2.5, np.float32),
-    }
+    }  # fmt: skip
 
 
 def blank(tensors, dtype=None):
@@ -48,7 +45,6 @@ def same(left, right):
 
 
 def raw_file(path, header, data=b""):
-    """A file with exactly this header (a JSON value or bytes) and these data."""
     text = header if isinstance(header, bytes) else json.dumps(header).encode()
     path.write_bytes(len(text).to_bytes(8, "little") + text + data)
     return path
@@ -65,14 +61,10 @@ def path(tmp_path):
 
 @pytest.fixture(params=[1 << 20, 7], ids=["whole", "pieces"])
 def piece(request, monkeypatch):
-    """Run with tensors that fit in one piece, and with tensors that need several."""
     monkeypatch.setattr(weightsfile, "PIECE_ELEMENTS", request.param)
 
 
-# Round trips
-
-
-def test_round_trip(path, piece):
+def test_weights_round_trip(path, piece):
     tensors, metadata = some_tensors(), {"note": "naïve café ☕", "empty": ""}
     header_sum = write_tensors(path, tensors, metadata)
     header, whole = read_header(path), hashlib.sha256(path.read_bytes()).hexdigest()
@@ -88,7 +80,7 @@ def test_round_trip(path, piece):
             read_into(path, blank(tensors), *wrong)
 
 
-def test_converts_between_float_types(path, piece):
+def test_read_into_converts_float_types(path, piece):
     values = np.array([1.0, -2.5, 0.0, 3.140625] * 8, np.float32).reshape(8, 4)
     for stored in (np.float32, np.float64):
         write_tensors(path, {"x": values.astype(stored)}, {})
@@ -104,7 +96,7 @@ def test_converts_between_float_types(path, piece):
     assert same(loaded, {"h": values.reshape(-1), "b": values})
 
 
-def test_equal_input_gives_equal_bytes_and_data_are_aligned(path, tmp_path):
+def test_weights_files_are_deterministic_and_aligned(path, tmp_path):
     tensors, metadata = some_tensors(), {"a": "1", "b": "2"}
     write_tensors(path, tensors, metadata)
     other = tmp_path / "other"
@@ -117,7 +109,7 @@ def test_equal_input_gives_equal_bytes_and_data_are_aligned(path, tmp_path):
         assert (header.tensors["b"].start, header.tensors["a"].start) == (0, 16)
 
 
-def test_no_tensor_is_copied_whole(path):
+def test_tensors_are_not_copied_whole(path):
     big = np.zeros((1 << 10, 1 << 12), np.float32)  # 16 MiB
     into = {"straight": np.ones_like(big), "turned": np.ones_like(big).T}
     tracemalloc.start()
@@ -128,7 +120,7 @@ def test_no_tensor_is_copied_whole(path):
     assert not into["straight"].any() and not into["turned"].any()
 
 
-def test_the_official_library_reads_ours_and_ours_reads_its(path):
+def test_safetensors_library_is_compatible(path):
     official, files = pytest.importorskip("safetensors"), pytest.importorskip("safetensors.numpy")
     tensors = some_tensors()
     write_tensors(path, tensors, {"note": "naïve"})
@@ -144,11 +136,7 @@ def test_the_official_library_reads_ours_and_ours_reads_its(path):
     assert same(loaded, {name: array.astype(np.float32) for name, array in tensors.items()})
 
 
-# Damage
-
-
 def refused(path, destination):
-    """Whether `read_into` refuses the file with one line that names it, its destination untouched."""
     before = {name: array.copy() for name, array in destination.items()}
     try:
         read_into(path, destination)
@@ -163,8 +151,7 @@ def refused(path, destination):
 SMALLEST = {"n_layer": 1, "n_head": 1, "n_embd": 2, "vocab_size": 3, "seq_len": 2}
 
 
-def test_a_flipped_bit_and_any_other_length_are_refused(path):
-    """In its header too: its configuration, its tokenizer, the names of the checksums themselves."""
+def test_corrupt_weights_are_rejected(path):
     arrays = random_model(path, SMALLEST)
     intact = path.read_bytes()
     assert read_description(path).run.model == ModelConfig(**SMALLEST)
@@ -180,7 +167,7 @@ def test_a_flipped_bit_and_any_other_length_are_refused(path):
         assert refused(path, arrays)
 
 
-def test_a_header_without_checksum_is_read_only_in_the_first_version(path):
+def test_missing_header_checksum_is_valid_only_in_version_1(path):
     random_model(path, SMALLEST)
     text = json.loads(path.read_bytes()[8 : (start := read_header(path).data_start)])
     del text["__metadata__"]["header_sha256"]
@@ -191,7 +178,7 @@ def test_a_header_without_checksum_is_read_only_in_the_first_version(path):
     assert read_description(raw_file(path, text, data)).run.model.n_embd == 2
 
 
-def test_a_file_that_does_not_describe_a_model_is_refused(path):
+def test_files_without_model_are_rejected(path):
     ours, whole = {"format": "distgpt-weights"}, {"config": "", "tokenizer": ""}
     for metadata in ({}, {"format": "pt"}, ours, {**ours, "format_version": "9", **whole}):
         write_tensors(path, some_tensors(), metadata)
@@ -222,7 +209,7 @@ BAD_HEADERS = {
 
 
 @pytest.mark.parametrize("name", BAD_HEADERS)
-def test_bad_headers_are_refused(path, name):
+def test_invalid_headers_are_rejected(path, name):
     raw_file(path, BAD_HEADERS[name], bytes(8))
     with complains("not a valid safetensors file"):
         read_header(path)
@@ -231,19 +218,19 @@ def test_bad_headers_are_refused(path, name):
     assert not refused(path, {"x": np.ones(2, np.float32)})
 
 
-def test_absurd_header_lengths_are_refused(path):
+def test_invalid_header_lengths_are_rejected(path):
     for length in (100_000_001, 2**63, 2**64 - 1, 200):
         path.write_bytes(length.to_bytes(8, "little") + b"{")
         os.truncate(path, 300_000_000 if length == 100_000_001 else 100)  # sparse: takes no room
         with complains(f"header has {length}"):
             read_header(path)
-    # None, and data that look like a header which describes itself as one tensor.
+    # No header, and data that look like one.
     path.write_bytes(bytes(8) + json.dumps({"x": entry(shape=(25,), offsets=(0, 100))}).encode().ljust(100))
     with complains("no header"):
         read_header(path)
 
 
-def test_pickles_get_their_own_hint_and_headers_that_look_like_one_are_read(path, tmp_path):
+def test_pickles_get_a_hint(path, tmp_path):
     bare, zipped = tmp_path / "model.bin", tmp_path / "model.pt"
     bare.write_bytes(pickle.dumps({"weights": [1.0] * 100}))
     with zipfile.ZipFile(zipped, "w") as archive:
@@ -257,7 +244,7 @@ def test_pickles_get_their_own_hint_and_headers_that_look_like_one_are_read(path
         assert read_header(path).tensors["x"].shape == (2,)
 
 
-def test_misfits_are_listed_before_anything_is_read(path):
+def test_misfits_are_listed_before_reading(path):
     write_tensors(path, {f"t{i}": np.zeros(2, np.float32) for i in range(6)}, {})
     destination = {"t0": np.ones((2, 1), np.float32), "other": np.ones(2, np.float32)}
     with complains(path, "missing: other", "unexpected: 't1', 't2', 't3' and 2 more", "t0 is (2,), not (2, 1)"):
@@ -265,10 +252,7 @@ def test_misfits_are_listed_before_anything_is_read(path):
     assert destination["t0"].all() and destination["other"].all()
 
 
-# distgpt weights info
-
-
-def test_a_trained_model_is_described(trained, tmp_path):
+def test_info_describes_trained_model(trained, tmp_path):
     path = tmp_path / "without a suffix"
     shutil.copy(trained / "weights.safetensors", path)
     found = inspect(path)
@@ -282,7 +266,7 @@ def test_a_trained_model_is_described(trained, tmp_path):
     assert str(weights) in page(inspect(trained))
 
 
-def test_an_imported_model_says_where_it_is_from_and_is_counted_without_padding(exported):
+def test_info_describes_imported_model(exported):
     path = exported.parent / "w.safetensors"
     import_model(str(exported), path, None)
     found, arrays = inspect(path), tensors_in(path)
@@ -295,7 +279,7 @@ def test_an_imported_model_says_where_it_is_from_and_is_counted_without_padding(
         assert said in shown and ("windows" in said) == ("windows" in shown)
 
 
-def test_a_model_of_transformers_is_described_and_why_it_cannot_be_imported(exported):
+def test_info_describes_transformers_model(exported):
     for divided in (False, True):
         if divided:
             in_parts(exported)
@@ -310,14 +294,14 @@ def test_a_model_of_transformers_is_described_and_why_it_cannot_be_imported(expo
     assert found["imports"].startswith("no: ") and "gelu_new" in found["imports"] and "config" not in found
     change_json(exported / "config.json", model_type="bert", architectures=["BertModel"])
     assert "a BertModel of transformers" in page(inspect(exported))
-    change_json(exported / "config.json", architectures=["\x1b[2J\nGPT2"])  # no command to the terminal
+    change_json(exported / "config.json", architectures=["\x1b[2J\nGPT2"])  # no terminal command
     assert page(inspect(exported)).startswith(r"what         a \x1b[2J\nGPT2 of transformers in 3 files" + "\n")
     (exported / "config.json").unlink()
     found = inspect(next(exported.glob("model-00001*")))
     assert found["kind"] == "tensors" and "config.json" in found["imports"]
 
 
-def test_a_checkpoint_is_described_and_a_damaged_one_refused(trained, tmp_path):
+def test_info_describes_checkpoint(trained, tmp_path):
     whole = trained / "checkpoints" / "step-00000030"
     found = inspect(whole)
     assert found["kind"] == "checkpoint" and found["step"] == 30 and found["world_size"] == 1
@@ -331,7 +315,7 @@ def test_a_checkpoint_is_described_and_a_damaged_one_refused(trained, tmp_path):
             inspect(path)
 
 
-def test_info_refuses_other_places_damage_and_claims(path, tmp_path):
+def test_info_rejects_invalid_files(path, tmp_path):
     for place, words in ((tmp_path, "has no config.json"), (Path("/dev/null"), "not a file or a directory")):
         with complains(words):
             inspect(place)
@@ -346,7 +330,7 @@ def test_info_refuses_other_places_damage_and_claims(path, tmp_path):
     write_tensors(path, arrays, metadata | {"config": config})
     with complains("missing: blocks"):
         inspect(path)
-    # Settings that later versions dropped do no harm.
+    # Removed settings are ignored.
     header = read_header(bundled("weights", "sample.safetensors"))
     tensors = {name: np.zeros(tensor.shape, np.float32) for name, tensor in header.tensors.items()}
     config = header.metadata["config"] + "recheck_every = 3\n"  # the last table is [train]

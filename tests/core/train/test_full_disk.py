@@ -1,7 +1,6 @@
-"""A full disk: old checkpoints are given up for new ones, and the final weights have room from the start."""
+"""A full disk: old checkpoints are deleted for new ones, and space for the final weights is reserved."""
 
 import errno
-import json
 import os
 import re
 import time
@@ -20,18 +19,14 @@ from distgpt.core.saved.rundir import RunDirectory
 from distgpt.core.train import checkpoints as saving
 from distgpt.core.train.step import Step
 
-from conftest import SMALL, distgpt, inside, losses, needs_mpi, refused
+from conftest import SMALL, distgpt, inside, logged, losses, needs_mpi, refused, succeeded
 
 WORDS = [*SMALL, "--steps", "60", "--save-every", "5"]
 CHECKPOINT, WEIGHTS = 140 << 10, 112 << 10  # bytes: more than one of this model takes, and than is reserved
 
 
-def history(run):
-    return [json.loads(line) for line in (run / "history.jsonl").read_text().splitlines()]
-
-
 def given_up(run):
-    return [name for event in history(run) for name in event.get("given_up", [])]
+    return [name for event in logged(run, "history") for name in event.get("given_up", [])]
 
 
 @pytest.fixture
@@ -47,17 +42,12 @@ def fill(path):
 
 
 @pytest.mark.ci
-@pytest.mark.parametrize(
-    "words",
-    [
-        ["--save", "sync"],
-        ["--save", "async"],
-        pytest.param(["--grad-sync", "sharded", "--stage", "mpi"], marks=[pytest.mark.ranks, needs_mpi]),
-    ],
-    ids=["sync", "async", "sharded"],
-)
-def test_a_full_disk_keeps_the_newest(tmp_path, disk, words):
-    """Of three to keep two fit: the run ends as it does elsewhere, and says so once."""
+@pytest.mark.parametrize("words", [
+    ["--save", "sync"],
+    ["--save", "async"],
+    pytest.param(["--grad-sync", "sharded", "--stage", "mpi"], marks=[pytest.mark.ranks, needs_mpi]),
+], ids=["sync", "async", "sharded"])  # fmt: skip
+def test_full_disk_keeps_newest_checkpoints(tmp_path, disk, words):
     run = partial(distgpt, ranks=2) if "mpi" in words else inside
     words = ["train", *WORDS, *words]
     plain = run(*words, "--out", tmp_path / "plain")
@@ -77,16 +67,15 @@ def test_a_full_disk_keeps_the_newest(tmp_path, disk, words):
 
 @pytest.mark.ci
 @pytest.mark.parametrize(("save", "until"), [("sync", 40), ("async", 40), ("async", None)])
-def test_a_disk_that_somebody_else_fills(tmp_path, disk, monkeypatch, save, until):
-    """A run goes on and ends with everything: if there is room again, or old checkpoints can be given up."""
+def test_run_survives_disk_filled_by_others(tmp_path, disk, monkeypatch, save, until):
     launch, filler, run = Step.launch, disk / "filler", disk / "run"
     monkeypatch.setattr(saving, "SECONDS_BETWEEN_ATTEMPTS", 0.001)
-    (tmp_path / "keep.toml").write_text(f"keep = {1 if until else 3}\n")  # one: none that could be given up
+    (tmp_path / "keep.toml").write_text(f"keep = {1 if until else 3}\n")  # 1: none to delete
 
     def launched(self, step, *rest):
         if step == 17:
             third, end = run / "checkpoints" / "step-00000015", time.monotonic() + 30
-            while not third.exists() and time.monotonic() < end:  # it may still be written
+            while not third.exists() and time.monotonic() < end:  # may still be in progress
                 time.sleep(0.01)
             fill(filler)
         if step == until:
@@ -95,8 +84,7 @@ def test_a_disk_that_somebody_else_fills(tmp_path, disk, monkeypatch, save, unti
 
     with small_disk(disk, "size=2m"):
         monkeypatch.setattr(Step, "launch", launched)
-        ended = inside("train", *WORDS, "--save", save, "--config", tmp_path / "keep.toml", "--out", run)
-        assert ended.returncode == 0, ended.stderr
+        ended = succeeded("train", *WORDS, "--save", save, "--config", tmp_path / "keep.toml", "--out", run)
         goes_on = len(re.findall("continuing, with step [0-9]+ saved, and trying again", ended.stdout))
         assert not until or goes_on == ended.stdout.count("the disk is writable again") == 1
         kept = names(run / "checkpoints")
@@ -105,8 +93,7 @@ def test_a_disk_that_somebody_else_fills(tmp_path, disk, monkeypatch, save, unti
 
 
 @pytest.mark.ci
-def test_a_line_is_whole_or_not_there(tmp_path, disk, monkeypatch):
-    """Lines of metrics that fail are written with the next."""
+def test_failed_lines_are_retried_whole(tmp_path, disk, monkeypatch):
     with small_disk(disk, "size=8k"):
         append(disk / "lines", b"a" * 4000 + b"\n")
         with pytest.raises(OSError, match="space"):
@@ -123,17 +110,12 @@ def test_a_line_is_whole_or_not_there(tmp_path, disk, monkeypatch):
 
 
 @pytest.mark.ci
-@pytest.mark.parametrize(
-    ("size", "words", "named", "left"),
-    [
-        (WEIGHTS + 3 * CHECKPOINT // 2, [], "step-00000060|/run/weights.safetensors", [5]),  # only one fits
-        (WEIGHTS + 5 * CHECKPOINT // 2, ["--set", "on_disk_error=stop", "--save", "sync"], "step-00000015", [5, 10]),
-        (WEIGHTS // 2, [], "cannot reserve|for the final weights in", []),  # no run begins
-    ],
-    ids=["small", "stop", "tiny"],
-)
-def test_a_disk_that_is_too_small_ends_the_run(size, words, named, left, disk):
-    """The newest intact checkpoint is never given up, and the weights have room."""
+@pytest.mark.parametrize(("size", "words", "named", "left"), [
+    (WEIGHTS + 3 * CHECKPOINT // 2, [], "step-00000060|/run/weights.safetensors", [5]),  # only one fits
+    (WEIGHTS + 5 * CHECKPOINT // 2, ["--set", "on_disk_error=stop", "--save", "sync"], "step-00000015", [5, 10]),
+    (WEIGHTS // 2, [], "cannot reserve|for the final weights in", []),  # no run starts
+], ids=["small", "stop", "tiny"])  # fmt: skip
+def test_too_small_disk_ends_the_run(size, words, named, left, disk):
     with small_disk(disk, f"size={size}"):
         ended = inside("train", *WORDS, *words, "--out", disk / "run")
         refused(ended, 74, "No space left", *named.split("|"), late=bool(left))
@@ -144,9 +126,6 @@ def test_a_disk_that_is_too_small_ends_the_run(size, words, named, left, disk):
         assert ("continuing, with step 5 saved" in ended.stdout) == ("weights.safetensors" in named)
 
 
-# What is given up, and what is not: one run's directory, without a run
-
-
 def save(directory, step):
     weights = {"wte": np.full(1000, step, np.float32)}
     groups = {"weights": (weights, {}), "optimizer": (weights, {})}
@@ -155,7 +134,6 @@ def save(directory, step):
 
 @pytest.fixture
 def made(tmp_path):
-    """A run with checkpoints of steps 1 to 5, and what makes its room, which says into a list."""
     directory, said = RunDirectory(tmp_path / "runs" / "one"), []
     directory.path.mkdir(parents=True)
     for step in range(1, 6):
@@ -164,8 +142,6 @@ def made(tmp_path):
 
 
 class Writing:
-    """Fails with these errors, one after the other, and then does not."""
-
     def __init__(self, *errors):
         self.errors, self.done = list(errors), False
 
@@ -176,30 +152,29 @@ class Writing:
         self.done = True
 
 
-def test_the_oldest_go_first_and_a_quota_is_a_full_disk(made):
+def test_oldest_checkpoints_are_deleted_first(made):
     directory, said, room = made
     disk, write = room(keep=5), Writing(errno.EDQUOT, errno.ENOSPC)
     disk.write(6, 100, write)
     assert write.done and names(directory.checkpoints) == ["step-00000003", "step-00000004", "step-00000005"]
-    assert said == []  # in a thread, perhaps
+    assert said == []  # may run in a thread
     disk.report()
-    (line,), (event,) = said, history(directory.path)
+    (line,), (event,) = said, logged(directory.path, "history")
     assert line.startswith("the disk is full: deleted step-00000001, step-00000002 for step 6; 3 of 5 ")
     assert event["given_up"] == ["step-00000001", "step-00000002"] and event["step"] == 6
     disk.report()
     disk.write(7, 100, Writing(errno.ENOSPC))
     disk.report()
-    assert len(said) == 2 and "2 of 5" in said[1] and len(history(directory.path)) == 2
+    assert len(said) == 2 and "2 of 5" in said[1] and len(logged(directory.path, "history")) == 2
 
 
 def damaged(directory):
-    """From step 4 on, all are of an earlier attempt. The run would resume from step 2."""
+    """Checkpoints from step 4 belong to an earlier attempt. The run would resume from step 2."""
     (directory.checkpoints / "step-00000003" / "state.json").write_text("{")
     (directory.checkpoints / "damaged-step-00000009").mkdir()
 
 
 def begun_with(directory):
-    """By two other runs."""
     branch, tuned = (RunDirectory(directory.path.with_name(name)) for name in ("branch", "tuned"))
     for other in (branch, tuned):
         other.path.mkdir()
@@ -209,23 +184,15 @@ def begun_with(directory):
     (directory.path.with_name("other")).write_text("no run")
 
 
-def marked(directory):
-    """For good."""
-    (directory.checkpoints / "step-00000002" / MARK).touch()
-
-
-@pytest.mark.parametrize(
-    ("prepare", "error", "policy", "step", "left"),
-    [
-        (None, errno.EIO, "keep-going", 6, (1, 2, 3, 4, 5)),
-        (None, errno.ENOSPC, "stop", 6, (1, 2, 3, 4, 5)),
-        (None, errno.ENOSPC, "keep-going", 6, (5,)),
-        (damaged, errno.ENOSPC, "keep-going", 3, (2, 3, 4, 5)),
-        (begun_with, errno.ENOSPC, "keep-going", 6, (2, 3, 5)),
-        (marked, errno.ENOSPC, "keep-going", 6, (2, 5)),
-    ],
-)
-def test_checkpoints_that_stay_if_all_writes_fail(made, prepare, error, policy, step, left):
+@pytest.mark.parametrize(("prepare", "error", "policy", "step", "left"), [
+    (None, errno.EIO, "keep-going", 6, (1, 2, 3, 4, 5)),
+    (None, errno.ENOSPC, "stop", 6, (1, 2, 3, 4, 5)),
+    (None, errno.ENOSPC, "keep-going", 6, (5,)),
+    (damaged, errno.ENOSPC, "keep-going", 3, (2, 3, 4, 5)),
+    (begun_with, errno.ENOSPC, "keep-going", 6, (2, 3, 5)),
+    (lambda directory: (directory.checkpoints / "step-00000002" / MARK).touch(), errno.ENOSPC, "keep-going", 6, (2, 5)),
+])  # fmt: skip
+def test_protected_checkpoints_stay_if_all_writes_fail(made, prepare, error, policy, step, left):
     directory, _, room = made
     if prepare:
         prepare(directory)
@@ -234,7 +201,7 @@ def test_checkpoints_that_stay_if_all_writes_fail(made, prepare, error, policy, 
     assert names(directory.checkpoints) == [f"step-{step:08d}" for step in left]
 
 
-def test_room_for_the_weights_of_a_resumed_run_is_made_and_told(made, monkeypatch):
+def test_resume_frees_space_for_weights(made, monkeypatch):
     directory, said, room = made
     refused_once = Writing(errno.ENOSPC)
     monkeypatch.setattr("distgpt.callbacks.full_disk.allocate", lambda *_: refused_once())
@@ -245,7 +212,7 @@ def test_room_for_the_weights_of_a_resumed_run_is_made_and_told(made, monkeypatc
     assert names(directory.path) == ["checkpoints", "history.jsonl"]
 
 
-def test_what_cannot_be_told_now_is_told_later(made, monkeypatch):
+def test_failed_reports_are_retried(made, monkeypatch):
     directory, said, room = made
     disk = room(keep=5)
     disk.write(6, 100, Writing(errno.ENOSPC))
@@ -259,7 +226,7 @@ def test_what_cannot_be_told_now_is_told_later(made, monkeypatch):
 
 
 @pytest.mark.ci
-def test_reserved_room_is_on_the_disk(tmp_path, disk):
+def test_allocate_reserves_disk_space(tmp_path, disk):
     with (tmp_path / "file").open("wb") as file:
         allocate(file, (9 << 20) + 5)
     found = (tmp_path / "file").stat()
@@ -268,11 +235,10 @@ def test_reserved_room_is_on_the_disk(tmp_path, disk):
         allocate(file, 2 << 20)
 
 
-def test_a_killed_run_leaves_its_room_to_the_next_start(disk, monkeypatch):
-    """The file it was kept in is hidden, and goes as the run resumes."""
+def test_killed_run_leaves_reserved_space(disk, monkeypatch):
     out = disk / "run"
     with monkeypatch.context() as patch:
-        patch.setattr("pathlib.Path.unlink", lambda self, **how: None)  # as if killed before it
+        patch.setattr("pathlib.Path.unlink", lambda self, **how: None)  # simulates a kill
         patch.setattr(saving.Checkpoints, "write_last", raising(StorageError("gone")))
         assert inside("train", *WORDS, "--steps", "6", "--out", out).returncode == 74
     left = [name for name in names(out) if name.startswith(".weights.safetensors.")]

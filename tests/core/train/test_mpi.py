@@ -1,4 +1,4 @@
-"""Several ranks: the same numbers as one process, and no rank ever left waiting for another."""
+"""Ranks match one process, and no rank waits for another forever."""
 
 import json
 import os
@@ -21,6 +21,7 @@ from conftest import (
     OTHER_MPI,
     ROOT,
     SMALL,
+    ci_ranks,
     clean_environment,
     command,
     distgpt,
@@ -30,6 +31,7 @@ from conftest import (
     metrics,
     needs_mpi,
     refused,
+    summary,
     wait_for,
 )
 
@@ -39,7 +41,7 @@ pytestmark = needs_mpi
 # Ranks, micro-batches, and how the gradients are summed.
 WAYS = [
     *((2, 1, "allreduce"), (2, 1, "sharded"), (2, 2, "allreduce"), (2, 2, "overlapped")),
-    *([(4, 2, "sharded")] * (not OTHER_MPI)),  # Open MPI's ranks never sleep: with few cores four take minutes
+    *([(4, 2, "sharded")] * (not OTHER_MPI)),  # Open MPI's ranks never sleep and take minutes with few cores
 ]
 TRAIN = ["train", *SMALL, "--stage", "mpi", "--out", "run"]
 TWENTY = [*SMALL, "--steps", "20", "--dtype", "float64"]
@@ -47,9 +49,8 @@ TWENTY = [*SMALL, "--steps", "20", "--dtype", "float64"]
 
 @pytest.fixture(scope="module")
 def alone(tmp_path_factory):
-    """Losses of twenty steps of one process, by micro-batches and threads."""
     found, parent = {}, tmp_path_factory.mktemp("alone")
-    for micro_batches, threads in ((1, 1), (2, 1), (1, 2)):
+    for micro_batches, threads in ((1, 1), (2, 1)):
         args = ["--grad-accum", str(micro_batches), "--threads", str(threads)]
         out = parent / f"{micro_batches}-{threads}"
         assert inside("train", *TWENTY, *args, "--out", out).returncode == 0
@@ -59,10 +60,9 @@ def alone(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def together(tmp_path_factory):
-    """Directories of runs on several ranks: in each way, and one that resumes. One job per number of ranks."""
     parent = tmp_path_factory.mktemp("together")
     outs = {way: parent / "-".join(map(str, way)) for way in WAYS} | {name: parent / name for name in ("whole", "run")}
-    # By rank 0's clock: after every step.
+    # Save after every step.
     always = [*SMALL, "--schedule", "constant", "--save-every", "0.0000001s", "--out"]
     for ranks in sorted({ranks for ranks, *_ in WAYS}):
         runs = [
@@ -78,34 +78,22 @@ def together(tmp_path_factory):
     return outs
 
 
-def largest_difference(one, other):
-    assert len(one) == len(other) == 20
-    return max(abs(a - b) / abs(b) for a, b in zip(one, other, strict=True))
-
-
-@pytest.mark.ci
-@pytest.mark.ranks
+@ci_ranks
 @pytest.mark.any_mpi
-def test_ranks_have_the_losses_of_one_process(alone, together):
+def test_ranks_match_losses_of_one_process(alone, together):
     found = {way: losses(together[way]) for way in WAYS}
     for way in WAYS:
-        assert largest_difference(found[way], alone[way[1], 1]) <= 1e-12, way
-    assert found[2, 1, "allreduce"] == found[2, 1, "sharded"]  # on two ranks to the bit
+        assert len(found[way]) == 20 and found[way] == pytest.approx(alone[way[1], 1], rel=1e-12), way
+    assert found[2, 1, "allreduce"] == found[2, 1, "sharded"]  # exact on two ranks
     assert found[2, 2, "allreduce"] == found[2, 2, "overlapped"]
-    summary = json.loads((together[WAYS[0]] / "summary.json").read_text())
-    assert (summary["ranks"], summary["stage"], len(summary["peak_memory"])) == (2, "mpi", 2)
-    assert summary["allreduce"] in ("allreduce", "shared memory")
+    about = summary(together[WAYS[0]])
+    assert (about["ranks"], about["stage"], len(about["peak_memory"])) == (2, "mpi", 2)
+    assert about["allreduce"] in ("allreduce", "shared memory")
 
 
-def test_accumulation_and_threads_change_only_rounding(alone):
-    assert largest_difference(alone[2, 1], alone[1, 1]) <= 1e-9
-    assert largest_difference(alone[1, 2], alone[1, 1]) <= 1e-11
-
-
-@pytest.mark.ci
-@pytest.mark.ranks
+@ci_ranks
 @pytest.mark.any_mpi
-def test_two_ranks_resume_bit_for_bit(together):
+def test_two_ranks_resume_identically(together):
     whole, run = together["whole"], together["run"]
     assert sorted(path.name[-2:] for path in (run / "checkpoints").iterdir()) == ["10", "11", "12"]
     assert losses(run) == losses(whole)
@@ -113,10 +101,9 @@ def test_two_ranks_resume_bit_for_bit(together):
         assert (run / name).read_bytes() == (whole / name).read_bytes()
 
 
-@pytest.mark.ci
-@pytest.mark.ranks
+@ci_ranks
 @pytest.mark.any_mpi
-def test_two_ranks_write_what_one_process_writes(trained):
+def test_two_ranks_generate_like_one_process(trained):
     args = ["infer", "--weights", trained / "weights.safetensors", "--prompt", "the", "--threads", "1"]
     args += ["--max-new-tokens", "30", "--temperature", "0.9", "--seed", "4"]
     alone, two = inside(*args), distgpt(*args, "--stage", "mpi", ranks=2)
@@ -124,8 +111,7 @@ def test_two_ranks_write_what_one_process_writes(trained):
     assert alone.stdout == two.stdout and two.stderr.count("tokens/s") == 1
 
 
-# Failures on one rank. The driver breaks the fourth step of one rank, then runs the command line.
-
+# Breaks the fourth step of one rank, then runs the command.
 DRIVER = """
 import json, os, signal
 from distgpt.core.train import step
@@ -174,22 +160,21 @@ def broken(tmp_path):
     return run
 
 
-THREAD = ["--grad-sync", "overlapped", "--gradient-dtype", "bfloat16"]  # in which the others wait
+THREAD = ["--grad-sync", "overlapped", "--gradient-dtype", "bfloat16"]  # the others wait in a thread
 FAILURES = [
     pytest.param(1, "value", [], 70, "ValueError: planted", marks=pytest.mark.any_mpi),
     (1, "value", THREAD, 70, "ValueError: planted"),
     pytest.param(0, "refused", [], 74, "rank 0: cannot write planted", marks=pytest.mark.any_mpi),
     (1, "interrupt", [], 130, "rank 1: interrupted"),
-    # All ranks agree on these: none has to abort.
+    # All ranks agree on these errors without an abort.
     (1, "differ", [], 71, "ranks have different weights after step 100"),
     (1, "poison", ["--save-every", "1"], 76, "not finite at step 4"),
 ]
 
 
-@pytest.mark.ci
-@pytest.mark.ranks
+@ci_ranks
 @pytest.mark.parametrize("rank, how, args, code, words", FAILURES)
-def test_a_failure_on_one_rank_ends_the_job_and_says_why(broken, rank, how, args, code, words, tmp_path):
+def test_failure_of_one_rank_ends_the_job(broken, rank, how, args, code, words, tmp_path):
     result = broken(rank, how, *args)
     assert result.returncode == code and words in result.stderr, result.stderr
     assert result.stderr.count("distgpt: ") == 1
@@ -201,17 +186,14 @@ def test_a_failure_on_one_rank_ends_the_job_and_says_why(broken, rank, how, args
         assert latest_valid_checkpoint(newest.parent) == (newest, [])
 
 
-@pytest.mark.ci
-@pytest.mark.ranks
+@ci_ranks
 @pytest.mark.any_mpi
-def test_a_killed_rank_ends_the_job(broken):
+def test_killed_rank_ends_the_job(broken):
     assert broken(1, "kill").returncode in (9, 137, 255, -9)
 
 
-@pytest.mark.ci
-@pytest.mark.ranks
-def test_all_ranks_go_back_alike(broken, tmp_path):
-    """Weights that are ruined on one rank are those of the checkpoint again, the same on all."""
+@ci_ranks
+def test_ranks_roll_back_together(broken, tmp_path):
     (tmp_path / "all.toml").write_text('verify_every = 1\non_bad_step = "rollback"')
     result = broken(1, "poison", "--save-every", "2", "--steps", "8", "--config", tmp_path / "all.toml")
     assert result.returncode == 0, result.stderr
@@ -219,17 +201,13 @@ def test_all_ranks_go_back_alike(broken, tmp_path):
     assert list(metrics(tmp_path / "run")) == list(range(1, 9))
 
 
-@pytest.mark.ci
-@pytest.mark.ranks
-@pytest.mark.parametrize(
-    "send, sent, code",
-    [
-        (os.killpg, signal.SIGINT, 130),  # as a terminal does: to mpirun and to every rank
-        (os.kill, signal.SIGTERM, 143),
-        pytest.param(None, signal.SIGUSR1, 75, marks=pytest.mark.any_mpi),  # to the last rank
-    ],
-)
-def test_a_signal_saves_and_ends_all_ranks(tmp_path, send, sent, code):
+@ci_ranks
+@pytest.mark.parametrize("send, sent, code", [
+    (os.killpg, signal.SIGINT, 130),  # mpirun and every rank, like a terminal
+    (os.kill, signal.SIGTERM, 143),
+    pytest.param(None, signal.SIGUSR1, 75, marks=pytest.mark.any_mpi),  # only the last rank
+])  # fmt: skip
+def test_signal_saves_and_ends_all_ranks(tmp_path, send, sent, code):
     run, how = tmp_path / "run", {"env": clean_environment(), "text": True, "process_group": 0}
     words = command(*TRAIN, "--steps", "100000", "--save-every", "10", "--out", run, ranks=2)
     with subprocess.Popen(words, cwd=tmp_path, stdout=-1, stderr=-1, **how) as job:
@@ -241,10 +219,9 @@ def test_a_signal_saves_and_ends_all_ranks(tmp_path, send, sent, code):
     assert f"step {step} is saved" in errors and newest_step(run / "checkpoints") == step
 
 
-@pytest.mark.ci
-@pytest.mark.ranks
+@ci_ranks
 @pytest.mark.any_mpi
-def test_a_signal_before_the_first_step_leaves_no_run(tmp_path):
+def test_signal_before_first_step_leaves_no_run(tmp_path):
     begins = """
 import signal
 from distgpt.commands.cli import main
@@ -261,8 +238,6 @@ main()
     assert job.stderr.count("distgpt: ") == 1 and "Abort" not in job.stderr, job.stderr
 
 
-# Launch mistakes
-
 MISTAKES = [
     ([*TRAIN, "--batch-size", "5"], 2, ["batch_size 5", "4 or 6"]),
     ([*TRAIN, "--batch-size", "6", "--grad-accum", "2"], 2, ["4 or 8"]),
@@ -273,10 +248,9 @@ MISTAKES = [
 ]
 
 
-@pytest.mark.ci
-@pytest.mark.ranks
+@ci_ranks
 @pytest.mark.any_mpi
-def test_mistakes_are_reported_once_and_leave_nothing(tmp_path):
+def test_mistakes_are_reported_once(tmp_path):
     (tmp_path / "noise").write_bytes(os.urandom(100))
     found = in_one_job([args for args, _, _ in MISTAKES], 2, cwd=tmp_path)
     for (errors, codes), (args, code, words) in zip(found, MISTAKES, strict=True):
@@ -297,28 +271,22 @@ EACH = {"program": [sys.executable, "-c", f"{EACH_ITS_OWN}main()"], "cold": Fals
 SERIAL, ANOTHER = ["train", *SMALL, "--out", "run"], ["infer", "--stage", "mpi", "--prompt", "a"]
 
 
-@pytest.mark.ci
-@pytest.mark.ranks
-@pytest.mark.parametrize(
-    ("ours", "other", "said"),
-    [
-        (TRAIN, [*TRAIN, "--stepz", "3"], ["rank 1: No such option", "--stepz"]),
-        (TRAIN, SERIAL, ["rank 1: --stage serial was launched as 2"]),
-        (SERIAL, TRAIN, ["--stage serial was launched as 2"]),
-        (SERIAL, SERIAL, ["launched as 2 processes", "--stage mpi"]),
-        (TRAIN, ANOTHER, ["distgpt infer on rank 1, but distgpt train on rank 0"]),
-    ],
-)
-def test_a_rank_that_cannot_go_along_ends_the_job_in_one_line(ours, other, said, tmp_path):
-    """Also before MPI starts, where the others would wait for it for ever."""
+@ci_ranks
+@pytest.mark.parametrize(("ours", "other", "said"), [
+    (TRAIN, [*TRAIN, "--stepz", "3"], ["rank 1: No such option", "--stepz"]),
+    (TRAIN, SERIAL, ["rank 1: --stage serial was launched as 2"]),
+    (SERIAL, TRAIN, ["--stage serial was launched as 2"]),
+    (SERIAL, SERIAL, ["launched as 2 processes", "--stage mpi"]),
+    (TRAIN, ANOTHER, ["distgpt infer on rank 1, but distgpt train on rank 0"]),
+])  # fmt: skip
+def test_mismatched_rank_ends_the_job(ours, other, said, tmp_path):
+    """Also before MPI starts; otherwise the other ranks would wait forever."""
     result = distgpt(*map(json.dumps, (ours, other)), ranks=2, cwd=tmp_path, **EACH, timeout=60)
     refused(result, 2, *said)
     assert not list(tmp_path.iterdir()) and ("rank 1" in result.stderr) == ("rank 1" in said[0])
 
 
 def met(*commands):
-    """What each of these commands raises, or None, as it meets the others: ranks that are threads."""
-
     def meet(comm):
         words = list(commands[comm.rank])
         with cli.make_context("distgpt", words) as context:
@@ -329,7 +297,7 @@ def met(*commands):
     return on_all_ranks(len(commands), meet)
 
 
-def test_ranks_with_other_options_end_the_job():
+def test_ranks_with_different_options_end_the_job():
     for more, said in (
         (["--lr", "0.5"], "--lr is 0.5 on rank 1, but 0.01 on rank 0"),
         (["--tensorboard"], "--tensorboard is True on rank 1, but not given on rank 0"),
@@ -340,15 +308,14 @@ def test_ranks_with_other_options_end_the_job():
 
 
 @pytest.mark.ci
-def test_a_command_for_one_process_waits_for_no_other_rank(tmp_path):
-    """A shell that srun has started on several nodes may type it, where nobody else starts distgpt."""
+def test_single_process_command_waits_for_no_rank(tmp_path):
+    """A shell started by srun may run it without other ranks."""
     env = {"MPI_LOCALNRANKS": "2", "PMI_SIZE": "2", "PMI_RANK": "0", "PMI_FD": "9"}
     refused(distgpt("runs", env=env, cwd=tmp_path, cold=True, timeout=30), 2, "runs runs as one process")
 
 
-@pytest.mark.ci
-@pytest.mark.ranks
-def test_ranks_that_refuse_for_reasons_of_their_own_name_them_all(tmp_path):
+@ci_ranks
+def test_errors_of_all_ranks_are_named(tmp_path):
     words = (json.dumps(["train", option]) for option in ("--one", "--two", "--one", "--two"))
     result = distgpt(*words, ranks=4, cwd=tmp_path, **EACH)
     lines = result.stderr.splitlines()
@@ -356,10 +323,9 @@ def test_ranks_that_refuse_for_reasons_of_their_own_name_them_all(tmp_path):
     assert lines[-1].startswith("distgpt: ranks 1, 3: No such option") and "--one" not in lines[-1]
 
 
-@pytest.mark.ci
-@pytest.mark.ranks
-def test_a_signal_ends_a_job_while_mpi_waits_for_a_rank_that_never_comes(tmp_path):
-    """As from a host without distgpt: Python's handlers cannot run within MPI_Init."""
+@ci_ranks
+def test_signal_ends_a_job_stuck_in_mpi_init(tmp_path):
+    """Python's handlers cannot run within MPI_Init."""
     if mpi.vendor() == "Open MPI":
         pytest.skip("its mpirun ends a job of which a rank has left")
     comes = """
@@ -383,11 +349,11 @@ main()
 HYDRA = {"PMI_SIZE": "2", "MPI_LOCALNRANKS": "2"}
 SRUN, PMIX = {"SLURM_STEP_NUM_TASKS": "2"}, {"PMIX_RANK": "0", "PMIX_NAMESPACE": "slurm.pmix.1.0"}
 FLUX = {"FLUX_JOB_SIZE": "2", "FLUX_TASK_RANK": "0", "FLUX_PMI_LIBRARY_PATH": "/lib/libpmi.so"}
-# The MPI of mpi4py, whether it is built with PMIx, the launcher's variables, and what is wrong.
+# The MPI of mpi4py, whether it has PMIx, the launcher's variables, and the error.
 LAUNCHED = (
     ("Open MPI", False, HYDRA, "mpirun of MPICH or a derivative, but mpi4py belongs to Open MPI"),
     ("MPICH", False, {"OMPI_COMM_WORLD_SIZE": "2"}, "Open MPI's mpirun, but mpi4py belongs to MPICH"),
-    ("Open MPI", False, {"PMI_SIZE": "1", "MPI_LOCALNRANKS": "1"}, ""),  # alone as it should be
+    ("Open MPI", False, {"PMI_SIZE": "1", "MPI_LOCALNRANKS": "1"}, ""),  # one process
     ("Open MPI", False, {"OMPI_COMM_WORLD_SIZE": "2", **HYDRA}, ""),
     ("MPICH", False, HYDRA, ""),
     ("Intel MPI", False, HYDRA, ""),
@@ -395,11 +361,11 @@ LAUNCHED = (
     ("MPICH", False, {**SRUN, **PMIX}, "--mpi=pmi2"),
     ("MPICH", True, {**SRUN, **PMIX}, ""),
     ("MPICH", False, {**SRUN, "PMI_RANK": "0", "PMIX_MCA_gds": "hash"}, ""),
-    ("MPICH", False, SRUN, ""),  # then it finds itself alone, or is built with Slurm's own PMI
+    ("MPICH", False, SRUN, ""),  # a single process, or built with Slurm's PMI
     ("Cray MPICH", False, {**SRUN, **PMIX}, ""),
     ("Open MPI", False, {**SRUN, **PMIX}, ""),
     ("Open MPI", False, {**SRUN, "OMPI_COMM_WORLD_SIZE": "2"}, ""),  # mpirun, which used srun
-    ("MPICH", False, {**FLUX, "PMI_SIZE": "2", "PMIX_ROOT": "/opt/pmix"}, ""),  # of a module
+    ("MPICH", False, {**FLUX, "PMI_SIZE": "2", "PMIX_ROOT": "/opt/pmix"}, ""),  # set by a module
     ("MPICH", False, {**FLUX, **PMIX}, "pmi=simple"),
     ("MPICH", True, {**FLUX, **PMIX}, ""),
     ("MPICH", True, {**FLUX, **PMIX, "PMI_SIZE": "2"}, "pmi=simple"),
@@ -408,8 +374,8 @@ LAUNCHED = (
 
 
 @pytest.mark.parametrize(("vendor", "has_pmix", "launched", "wrong"), LAUNCHED)
-def test_a_launcher_that_does_not_fit_is_told_before_mpi_starts(vendor, has_pmix, launched, wrong, monkeypatch):
-    """As its variables say; MPI itself would write pages, and end the process."""
+def test_unsuited_launcher_is_reported_before_mpi_starts(vendor, has_pmix, launched, wrong, monkeypatch):
+    """MPI itself would print pages and end the process."""
     for name in [name for name in os.environ if name in SIZES or name.startswith("PMI")]:
         monkeypatch.delenv(name)
     for name, value in launched.items():
@@ -426,15 +392,12 @@ OPEN_MPI = shutil.which("mpirun.openmpi") or shutil.which(ROOT / ".openmpi/bin/m
 
 @pytest.mark.skipif(OPEN_MPI is None, reason="needs Open MPI's mpirun: apt install openmpi-bin")
 @pytest.mark.skipif(mpi.vendor() == "Open MPI", reason="mpi4py is Open MPI's")
-@pytest.mark.parametrize(
-    ("env", "words"),
-    [
-        ({}, ["launched by Open MPI's mpirun", "use the mpirun of"]),
-        ({"MPI4PY_LIBMPI": "/nowhere/libmpi.so"}, ["MPI4PY_LIBMPI=/nowhere/libmpi.so", "module load"]),
-        ({"PYTHONPATH": "without"}, ["require mpi4py", "pip install"]),
-    ],
-)
-def test_what_open_mpi_cannot_start_is_told_in_one_line(env, words, tmp_path):
+@pytest.mark.parametrize(("env", "words"), [
+    ({}, ["launched by Open MPI's mpirun", "use the mpirun of"]),
+    ({"MPI4PY_LIBMPI": "/nowhere/libmpi.so"}, ["MPI4PY_LIBMPI=/nowhere/libmpi.so", "module load"]),
+    ({"PYTHONPATH": "without"}, ["require mpi4py", "pip install"]),
+])  # fmt: skip
+def test_open_mpi_launch_errors_are_one_line(env, words, tmp_path):
     (tmp_path / "without").mkdir()
     (tmp_path / "without" / "mpi4py.py").write_text("raise ModuleNotFoundError(name='mpi4py')")
     launch = [OPEN_MPI, "-n", "4", "--oversubscribe", *command(*TRAIN)]

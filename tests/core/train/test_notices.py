@@ -1,6 +1,5 @@
-"""One clear line each for launches and settings that do something else than they look like."""
+"""One-line notes for misleading launches and settings."""
 
-import json
 import re
 from types import SimpleNamespace
 
@@ -18,31 +17,28 @@ from distgpt.core.saved.modelfile import load_model
 from distgpt.core.train.progress import Progress
 from distgpt.recipes.within import outcome
 
-from conftest import SMALL, inside
+from conftest import SMALL, inside, succeeded, summary
 
 
-def test_short_texts_and_long_warm_ups_are_noted_once(tmp_path):
+def test_short_data_and_long_warmup_are_noted_once(tmp_path):
     (tmp_path / "short.txt").write_text("short text")
     (tmp_path / "long.jsonl").write_text('{"text": "the lamp was lit"}\n' * 40)  # a document each
     for name, text, few, long, documents in (("a", "short.txt", 1, 1, 0), ("b", "long.jsonl", 0, 0, 1)):
         words = ["--data", tmp_path / text, "--tokenizer", "byte", "--warmup", "4", "--steps", "3" if few else "4"]
-        result = inside("train", *SMALL, "--out", tmp_path / name, *words)
-        assert result.returncode == 0, result.stderr
+        result = succeeded("train", *SMALL, "--out", tmp_path / name, *words)
         assert result.stdout.count("the training text has 10 tokens, fewer than seq_len + 1 =") == few
         assert result.stdout.count("--warmup 4 is longer than the run (3 steps)") == long
         assert result.stdout.count("(40 documents)") == documents
 
 
 class Four(SerialComm):
-    """Rank 0 of four that share two cores."""
-
     size = local_size = 4
 
     def __init__(self):
         self.cores = 0.5
 
 
-def test_ranks_that_share_a_core_are_noted_on_rank_0(monkeypatch):
+def test_ranks_sharing_cores_are_noted_on_rank_0(monkeypatch):
     alike = lambda comm, data: [data] * comm.size  # noqa: E731
     monkeypatch.setattr(job, "gather", alike)
 
@@ -59,7 +55,7 @@ def test_ranks_that_share_a_core_are_noted_on_rank_0(monkeypatch):
     assert not said(SerialComm(), "serial")
 
 
-def test_bfloat16_without_instructions_for_it_is_noted(monkeypatch):
+def test_slow_bfloat16_is_noted(monkeypatch):
     for shape, noted in ((AVX2, 1), (AVX512, 1), (AVX512_BF16, 0)):
         monkeypatch.setattr(processor, "shape", lambda shape=shape: shape)
         for dtype in ("float32", "bfloat16"):
@@ -70,17 +66,16 @@ def test_bfloat16_without_instructions_for_it_is_noted(monkeypatch):
             assert len(slow) == (noted if dtype == "bfloat16" else 0)
 
 
-def test_the_end_shows_the_best_weights_and_whether_validation_has_risen(tmp_path):
+def test_end_of_run_shows_best_weights(tmp_path):
     (tmp_path / "ab.txt").write_text("ab" * 2000)
-    (tmp_path / "z.txt").write_text("z" * 99)  # which training makes less likely, but at first
+    (tmp_path / "z.txt").write_text("z" * 99)  # its loss rises in training
     more = "--tokenizer byte --schedule constant --eval-every 4 --steps 40 --dtype float32 --threads 1"
     words = [*more.split(), "--warmup", "0", "--data", tmp_path / "ab.txt", "--val", tmp_path / "z.txt"]
     shape = "--n-layer 1 --n-embd 16 --n-head 2 --seq-len 16 --batch-size 8 --lr 1e-2"
-    ended = inside("train", *shape.split(), *words, "--out", tmp_path / "a")
-    assert ended.returncode == 0, ended.stderr
-    summary = json.loads((tmp_path / "a" / "summary.json").read_text())
-    assert 1 < summary["best_step"] < 40
-    assert f"validation loss has risen since step {summary['best_step']}" in ended.stdout
+    ended = succeeded("train", *shape.split(), *words, "--out", tmp_path / "a")
+    about = summary(tmp_path / "a")
+    assert 1 < about["best_step"] < 40
+    assert f"validation loss has risen since step {about['best_step']}" in ended.stdout
     best, described = load_model(tmp_path / "a" / "best.safetensors", CpuKernels("float32"), SerialComm())
     text = sample(best, described.tokenizer, 0, 240).strip()
     assert text in ended.stdout or escape_model_text(text) in ended.stdout
@@ -89,7 +84,7 @@ def test_the_end_shows_the_best_weights_and_whether_validation_has_risen(tmp_pat
     assert wrong.returncode == 0 and "no improvement" in wrong.stdout
 
 
-def test_what_a_run_has_reached_is_compared_with_what_was_expected():
+def test_outcome_compares_with_expected_loss():
     def said(expected, made=100, reached=2.0, trained=2.0, minutes=1.0):
         run = SimpleNamespace(
             settings=TrainConfig(steps=100, train_minutes=minutes),

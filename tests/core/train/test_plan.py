@@ -1,4 +1,4 @@
-"""From what is asked for to a plan: one object in one process, equal ones on several ranks; and recipes."""
+"""Plans from run requests, equal on all ranks; and recipes."""
 
 import pickle
 import shutil
@@ -16,13 +16,10 @@ from distgpt.core.train.plan import make_plan, new_run
 from distgpt.recipes.derived import derived
 from threadranks import on_all_ranks
 
-
-def silent(text):
-    """Nobody listens."""
+silent = [].append  # discards messages
 
 
 def alone(comm=None):
-    """As much of a stage as a plan needs."""
     return SimpleNamespace(comm=comm or SerialComm(), on_gpu=False)
 
 
@@ -34,7 +31,7 @@ def test_ranks_have_equal_plans(name, tmp_path):
     assert on_all_ranks(2, lambda comm: make_plan(alone(comm), request, silent)) == [plan, plan]
 
 
-def test_the_plan_of_a_run_that_resumes_comes_over_the_wire_as_it_is(trained):
+def test_resumed_plan_survives_pickling(trained):
     request = asked_for({"lr": 1e-4, "steps": 40}, out=trained, resume="auto")
     plan = make_plan(alone(), replace(request, uncounted=1.5), silent)
     plan = replace(plan, state=replace(plan.state, recent=((5.5, 0.25),), shares=[3, 5]))
@@ -45,7 +42,7 @@ def test_the_plan_of_a_run_that_resumes_comes_over_the_wire_as_it_is(trained):
     assert back == replace(plan, origin=replace(plan.origin, tokenizer=same))
 
 
-def test_what_a_recipe_makes_is_on_all_ranks(tmp_path):
+def test_derived_request_is_equal_on_all_ranks(tmp_path):
     toml = tmp_path / "c.toml"
     toml.write_text("lr = 0.005\n")
     request = asked_for({"data": "story", "depth": 2}, toml=toml, out=tmp_path)
@@ -56,14 +53,14 @@ def test_what_a_recipe_makes_is_on_all_ranks(tmp_path):
     assert (run.model.n_layer, run.train.lr) == (2, 0.005) and run.train.steps != preset("fast").train.steps
 
 
-def test_parts_of_deterministic_runs_divide_the_batch_and_leave_those_that_are_named():
+def test_deterministic_parts_divide_the_batch():
     for settings, parts in (({"batch_size": 12}, 4), ({"batch_size": 12, "reproducible_parts": 2}, 2)):
         request = derived(asked_for({**settings, "deterministic": True}), 1)
         assert new_run(request).train.reproducible_parts == parts and not request.deterministic
 
 
-def test_a_branch_has_the_parts_of_its_checkpoint_whatever_became_of_its_run(trained, tmp_path):
-    """The run's own settings may have changed since that checkpoint was written."""
+def test_branch_has_parts_of_its_checkpoint(trained, tmp_path):
+    """The run's settings may have changed since that checkpoint."""
     moved = tmp_path / "moved"
     shutil.copytree(trained, moved)
     settings = (moved / "config.toml").read_text()
@@ -79,7 +76,7 @@ def test_a_branch_has_the_parts_of_its_checkpoint_whatever_became_of_its_run(tra
     assert found.given == {"batch_size": 4, "reproducible_parts": 4}
 
 
-def test_words_of_recipes_are_no_settings_and_others_are_refused():
+def test_recipe_options_are_not_settings():
     request = asked_for({"within": "3m", "depth": 2, "lr": 0.1, "decay_from": "run"})
     assert (request.within, request.depth, request.decay_from, request.given) == ("3m", 2, "run", {"lr": 0.1})
     with pytest.raises(UsageError, match="unknown setting 'lrr'"):
@@ -88,9 +85,7 @@ def test_words_of_recipes_are_no_settings_and_others_are_refused():
         new_run(asked_for({"steps": 3, "epochs": 1.0}))
 
 
-def test_the_clock_of_a_run_leaves_out_what_a_recipe_says(tmp_path, monkeypatch):
-    """As what --within took to compile; here a recipe says that the time began an hour ago."""
-
+def test_run_clock_excludes_uncounted_time(tmp_path, monkeypatch):
     def an_hour_ago(request, stage, say):
         return replace(request, deterministic=False, uncounted=-3600.0)
 

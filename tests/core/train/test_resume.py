@@ -1,10 +1,11 @@
-"""Resuming: what may differ between a run and its continuation, branches, and what is saved by the clock."""
+"""Resuming: changed settings, branches, and saving by the clock."""
 
 import json
 import os
 import shlex
 import shutil
 import sys
+from functools import partial
 
 import distgpt
 import numpy as np
@@ -15,7 +16,7 @@ from distgpt.core.saved.rundir import RunDirectory
 from distgpt.core.train import progress
 from distgpt.core.train.progress import SaveTimer
 
-from conftest import SMALL, inside, losses, metrics, refused
+from conftest import SMALL, inside, logged, losses, metrics, refused, succeeded, summary
 from conftest import distgpt as started
 
 UNUSUAL = ("qk_norm=true", "qk_norm_gain=true", "head_dim=6", "qkv_bias=true", "rope_scaling=llama3")
@@ -24,15 +25,11 @@ HELD_OUT = ["--val-fraction", "0.1", "--eval-every", "2"]
 LONG = [*SMALL, *MODEL, *HELD_OUT, "--schedule", "constant", "--steps", "8", "--save-every", "4"]
 
 
-def train(*args, **how):
-    result = inside("train", *args, **how)
-    assert result.returncode == 0, result.stderr
-    return result
+train = partial(succeeded, "train")
 
 
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory):
-    """Eight steps, with checkpoints at 4 and 8."""
     out = tmp_path_factory.mktemp("finished") / "run"
     train(*LONG, "--out", out)
     return out
@@ -40,7 +37,6 @@ def finished(tmp_path_factory):
 
 @pytest.fixture
 def half(finished, tmp_path):
-    """The same after the checkpoint of step 4."""
     shutil.copytree(finished, half := tmp_path / "my run")
     shutil.rmtree(half / "checkpoints" / "step-00000008")
     for name in ("weights", "best"):
@@ -49,8 +45,7 @@ def half(finished, tmp_path):
 
 
 def history(run):
-    """Return what happened, but for what each start has kept for a replay."""
-    events = map(json.loads, (run / "history.jsonl").read_text().splitlines())
+    events = logged(run, "history")
     return [event for event in events if "bits" not in event]
 
 
@@ -59,12 +54,11 @@ def weights(run, name="weights"):
 
 
 def untimed(run):
-    lines = map(json.loads, (run / "metrics.jsonl").read_text().splitlines())
+    lines = logged(run)
     return [{key: value for key, value in line.items() if key[-2:] != "_s" and key != "time"} for line in lines]
 
 
 def contents(folder):
-    """Every file, with the time of its last change."""
     files = [path for path in folder.rglob("*") if path.is_file()]
     return {path.relative_to(folder): (path.read_bytes(), path.stat().st_mtime_ns) for path in files}
 
@@ -94,7 +88,6 @@ WAYS = {
 
 
 def words_of(command, **places):
-    """The words of a command, with paths in place of their names."""
     words = command.split()
     for name, place in places.items():
         words = [word.replace(name, str(place)) for word in words]
@@ -102,7 +95,7 @@ def words_of(command, **places):
 
 
 @pytest.mark.parametrize("how", [*list(WAYS)[:-1], pytest.param("killed", marks=pytest.mark.ci)])
-def test_a_run_resumes_bit_for_bit_with_its_own_settings(how, half, finished, tmp_path):
+def test_run_resumes_bitwise_identical(how, half, finished, tmp_path):
     out, newest = tmp_path / "branch" if how == "branch" else half, half / NEWEST
     if how in ("not there", "shorter", "killed"):
         shutil.rmtree(half)
@@ -116,12 +109,11 @@ def test_a_run_resumes_bit_for_bit_with_its_own_settings(how, half, finished, tm
         damaged = half / "checkpoints" / "step-00000008" / "optimizer.safetensors"
         damaged.write_bytes(damaged.read_bytes()[:-5] + b"12345")
         with (half / "metrics.jsonl").open("a") as file:
-            file.write('{"step": 9, "lo')  # as a killed run leaves it
+            file.write('{"step": 9, "lo')  # left by a killed run
     before = contents(half) if how == "branch" else None
     result = train(*words_of(WAYS[how], HALF=half), "--threads", "1", cwd=tmp_path)
-    assert ("changed from" in result.stdout) == (
-        how == "shorter"
-    ) and f"writing to {out if how != 'branch' else 'branch'}" in result.stdout
+    assert ("changed from" in result.stdout) == (how == "shorter")
+    assert f"writing to {'branch' if how == 'branch' else out}" in result.stdout
     whole = untimed(finished)
     assert untimed(out) == ([line for line in whole if line["step"] > 4] if how == "branch" else whole)
     assert weights(out) == weights(finished) and weights(out, "best") == weights(finished, "best")
@@ -134,7 +126,7 @@ def test_a_run_resumes_bit_for_bit_with_its_own_settings(how, half, finished, tm
 
 
 @pytest.mark.parametrize("how", ["of a later step", "damaged", "of fewer tokens"])
-def test_best_weights_that_are_not_the_checkpoint_s_are_written_again(how, half, finished):
+def test_mismatched_best_weights_are_rewritten(how, half, finished):
     best, whole = half / "best.safetensors", weights(finished, "best")
     best.write_bytes(whole[:-5] + b"12345" if how == "damaged" else whole)
     fewer = ["--val-tokens", "16"] if how == "of fewer tokens" else []
@@ -146,14 +138,14 @@ def test_best_weights_that_are_not_the_checkpoint_s_are_written_again(how, half,
     assert f"after step {state['best']['step']}, with validation loss" in inside("weights", "info", best).stdout
 
 
-def test_a_run_without_an_intact_checkpoint_is_refused(half):
+def test_run_without_valid_checkpoint_is_rejected(half):
     for state in half.glob("checkpoints/*/state.json"):
         os.truncate(state, 3)
     refused(inside("train", *LONG, "--out", half, "--resume", "auto"), 65, "no checkpoint in", "is valid")
 
 
-def test_a_run_that_saved_nothing_begins_again(half, tmp_path):
-    """With its settings; also after a full disk took its history, or a kill came before its configuration."""
+def test_run_without_checkpoints_restarts(half, tmp_path):
+    """It keeps its settings, also without a history or configuration."""
     shutil.rmtree(half / "checkpoints")
     for name, kept, written in (
         ("resumed", ["config.toml", "tokenizer.json", "metrics.jsonl"], '{"from": "/gone", "branch": false}\n'),
@@ -172,7 +164,6 @@ def test_a_run_that_saved_nothing_begins_again(half, tmp_path):
 
 @pytest.fixture(scope="module")
 def falling(tmp_path_factory):
-    """A run whose learning rate rises until step 4 and then falls."""
     out = tmp_path_factory.mktemp("falling") / "run"
     words = "--steps 6 --save-every 3 --schedule wsd --set decay_fraction=0.5 --warmup 4"
     train(*SMALL, *words.split(), "--out", out)
@@ -190,7 +181,7 @@ REFUSED = [
     (f"{AGAIN} --out HALF --resume nowhere", 65, "nowhere|no such checkpoint"),
     ("--resume HALF --data gone.txt", 65, "gone.txt|--data"),
     ("--resume HALF --init FINISHED/weights.safetensors", 2, "init|cannot change"),
-    ("--resume HALF --preset gpt-mini", 2, "n_layer|--preset"),  # of fewer steps, too
+    ("--resume HALF --preset gpt-mini", 2, "n_layer|--preset"),  # also fewer steps
     (f"--resume HALF/{NEWEST} --out caf\udce9", 2, "UTF-8"),
     (f"--resume HALF/{NEWEST} --out new --tokenizer byte", 2, "tokenizer was 'word' and is now 'byte'"),
     (f"--resume HALF/{NEWEST} --out FINISHED --lr 0.02", 2, "contains a run|another --out"),
@@ -212,7 +203,7 @@ REFUSED = [
 
 
 @pytest.mark.parametrize(("command", "code", "named"), REFUSED)
-def test_an_impossible_continuation_changes_nothing(command, code, named, half, finished, falling, tmp_path):
+def test_impossible_resume_changes_nothing(command, code, named, half, finished, falling, tmp_path):
     for name in ("empty", "mine", "list", "gone"):
         (tmp_path / name).mkdir()
     shutil.copytree(half / NEWEST, tmp_path / "alone")
@@ -226,14 +217,14 @@ def test_an_impossible_continuation_changes_nothing(command, code, named, half, 
     assert contents(tmp_path) == before
 
 
-def test_a_renamed_value_is_named_once(half):
+def test_renamed_value_is_noted_once(half):
     config = half / "config.toml"
     config.write_text(config.read_text().replace('"allreduce"', '"hierarchical"'))
     found = [train("--resume", half, "--steps", steps, "--threads", "1").stdout for steps in ("10", "11")]
     assert ["grad_sync = 'hierarchical' is 'allreduce' now" in each for each in found] == [True, False]
 
 
-def test_changeable_settings_are_changed_shown_and_remembered(half, tmp_path):
+def test_changed_settings_are_shown_and_saved(half, tmp_path):
     (tmp_path / "more.toml").write_text("clip = 0.5\nkeep = 9\n")
     changes = ["--lr", "0.005", "--steps", "10", "--schedule", "wsd", "--set", "decay_fraction=0", "--dtype", "float64"]
     result = train("--resume", half, *changes, "--warmup", "0", "--config", tmp_path / "more.toml")
@@ -246,10 +237,9 @@ def test_changeable_settings_are_changed_shown_and_remembered(half, tmp_path):
     assert event["changes"]["lr"] == [0.01, 0.005] and event["stage"] == "serial" and "time" in event
     changed = {"lr", "steps", "schedule", "decay_fraction", "dtype", "warmup", "clip", "keep"}
     assert set(event["changes"]) == changed
-    train("--resume", half, "--steps", "11")  # what was changed stays so
+    train("--resume", half, "--steps", "11")  # changes persist
     assert metrics(half)[11]["lr"] == 0.005 and len(history(half)) == 3
-    done = train("--resume", half)
-    assert "all 11 steps are done" in done.stdout
+    assert "all 11 steps are done" in train("--resume", half).stdout
 
 
 TEXTS = [
@@ -259,21 +249,19 @@ TEXTS = [
 
 
 @pytest.mark.parametrize(("tokenizer", "before", "after", "named"), TEXTS)
-def test_a_text_that_changed_under_its_name_is_refused_and_another_noted(tokenizer, before, after, named, tmp_path):
+def test_changed_data_is_rejected_and_new_data_noted(tokenizer, before, after, named, tmp_path):
     run, text, other = tmp_path / "run", tmp_path / "text.txt", tmp_path / "other.txt"
     text.write_text(before)
     args = [*SMALL, "--tokenizer", tokenizer, "--out", run, "--steps"]
     train(*args, "2", "--data", text)
     other.write_text(before[::-1] if tokenizer == "char" else after)
-    result = train(*args, "3", "--data", other, "--resume", "auto")
-    assert "other.txt" in result.stdout
+    assert "other.txt" in train(*args, "3", "--data", other, "--resume", "auto").stdout
     assert history(run)[1]["changes"]["data"][1] == str(other)
     other.write_text(after if tokenizer == "char" else before)
     refused(inside("train", *args, "4", "--data", other, "--resume", "auto"), 65, named)
 
 
-def test_a_branch_that_saved_nothing_begins_again_from_its_start(finished, tmp_path):
-    """Which may be a checkpoint without a run."""
+def test_branch_without_checkpoints_restarts(finished, tmp_path):
     start, branch = shutil.copytree(finished / NEWEST, tmp_path / "alone"), tmp_path / "branch"
     train("--resume", start, "--out", branch, "--lr", "0.02")
     assert history(branch)[0]["changes"] == {"lr": [0.01, 0.02]}
@@ -284,7 +272,7 @@ def test_a_branch_that_saved_nothing_begins_again_from_its_start(finished, tmp_p
     assert [(event["branch"], event["from"]) for event in history(branch)] == [(True, str(start))] * 2
 
 
-def test_decay_from_ends_a_run_as_a_schedule_that_falls_from_there(finished, tmp_path):
+def test_decay_from_matches_falling_schedule(finished, tmp_path):
     train("--decay-from", finished / NEWEST, "--steps", "4", "--threads", "1")
     decayed = finished.with_name("run-decayed")
     rates = {step: line["lr"] for step, line in metrics(decayed).items()}
@@ -293,19 +281,16 @@ def test_decay_from_ends_a_run_as_a_schedule_that_falls_from_there(finished, tmp
     assert weights(decayed)[-2048:] == weights(tmp_path / "whole")[-2048:]  # without the header
     by_python = distgpt.train(decay_from=str(finished), steps=1, out=tmp_path / "python", threads=1)
     steps = [line["step"] for line in by_python.metrics if "loss" in line]
-    assert steps == [9]  # from the newest checkpoint
+    assert steps == [9]  # the newest checkpoint was 8
 
-
-# Further training of given weights
 
 TINY_BATCHES = ["--data", "story", "--tokenizer", "auto", "--steps", "2", "--batch-size", "2"]
 TINY_BATCHES += ["--threads", "1", "--eval-every", "0", "--sample-every", "0"]
 
 
-def test_a_preset_s_learning_rate_is_not_for_pretrained_weights(finished, tmp_path):
+def test_pretrained_weights_ignore_preset_learning_rate(finished, tmp_path):
     words = [*TINY_BATCHES, "--preset", "gpt2", "--init", finished, "--out", tmp_path / "further"]
-    shown = train(*words).stdout
-    assert "is trained further, with a peak learning rate of 5e-05 (--lr)" in shown
+    assert "is trained further, with a peak learning rate of 5e-05 (--lr)" in train(*words).stdout
     t = RunDirectory(tmp_path / "further").saved().train
     assert (t.lr, t.min_lr) == (5e-5, 0.0)
     assert "all 2 steps are done" in train(*words, "--resume", "auto").stdout
@@ -314,7 +299,7 @@ def test_a_preset_s_learning_rate_is_not_for_pretrained_weights(finished, tmp_pa
     assert RunDirectory(tmp_path / "other").saved().train.lr == 1e-3
 
 
-def test_learned_positions_are_trained_further_on_a_shorter_context(finished, tmp_path):
+def test_learned_positions_allow_shorter_context(finished, tmp_path):
     words = ["--init", finished, *TINY_BATCHES, "--lr", "1e-9", "--out"]
     train(*words, tmp_path / "short", "--seq-len", "5")
     long, short = (distgpt.load(run / "weights.safetensors") for run in (finished, tmp_path / "short"))
@@ -324,11 +309,7 @@ def test_learned_positions_are_trained_further_on_a_shorter_context(finished, tm
     refused(inside("train", *words, tmp_path / "long", "--seq-len", "17"), 2, "seq_len 16", "17")
 
 
-# A finished run
-
-
 def asked_for_more(run, *flags):
-    """Resume a finished run, which must stay as it is; return the options that ask for more, as printed."""
     before = contents(run)
     result = train("--out", run, "--resume", "auto", *flags)
     assert contents(run) == before
@@ -337,7 +318,7 @@ def asked_for_more(run, *flags):
     return shlex.split(more.partition(": ")[2])
 
 
-def test_a_finished_run_stays_as_it_is_and_names_the_steps_that_ask_for_more(finished, tmp_path):
+def test_finished_run_suggests_more_steps(finished, tmp_path):
     run = shutil.copytree(finished, tmp_path / "my run")
     more = asked_for_more(run, "--lr", "0.1")
     assert more == ["--out", str(run), "--resume", "auto", "--steps", "16"]
@@ -345,35 +326,32 @@ def test_a_finished_run_stays_as_it_is_and_names_the_steps_that_ask_for_more(fin
     assert "nothing is left to train; increase --steps" in branch.stdout
     train(*more)
     assert list(metrics(run))[-1] == 16
-    (run / "weights.safetensors").unlink()  # as if it had been killed before they were written
+    (run / "weights.safetensors").unlink()  # simulates a kill before they were written
     whole = (run / "summary.json").read_bytes()
     train("--out", run, "--resume", "auto")
     assert weights(run) and (run / "summary.json").read_bytes() == whole
-    (run / "summary.json").write_text('{"stop": "finished", "step": 8}')  # before --steps 16, and then killed
+    (run / "summary.json").write_text('{"stop": "finished", "step": 8}')  # an older summary
     train("--out", run, "--resume", "auto")
-    assert json.loads((run / "summary.json").read_text())["step"] == 16
+    assert summary(run)["step"] == 16
 
 
 @pytest.mark.ci
-def test_a_run_that_ended_by_the_clock_names_the_time_that_asks_for_more(tmp_path):
+def test_finished_timed_run_suggests_more_time(tmp_path):
     run, by = tmp_path / "run", ["--schedule", "constant"]
     train(*SMALL, *by, "--within", "1s", "--preset", "tiny", "--out", run)
-    steps = json.loads((run / "summary.json").read_text())["step"]
+    steps = summary(run)["step"]
     more = asked_for_more(run, "--within", "1s")
     assert more[-2:] == ["--within", "2s"] and asked_for_more(run, "--steps", "9999999") == more
     train(*more)
-    assert json.loads((run / "summary.json").read_text())["step"] > steps
+    assert summary(run)["step"] > steps
     assert asked_for_more(run)[-2:] == ["--within", "4s"]
-
-
-# What is saved when
 
 
 @pytest.mark.parametrize(
     "seconds", [(0.001, 30.0), (0.001, 0.0), (1.0, 1.0), (70.0, 70.0), (1000.0, 1000.0), (1.0, 0.01)]
 )
-def test_a_checkpoint_is_due_after_its_minutes_with_few_checks_of_the_clock(seconds, monkeypatch):
-    """Steps of so many seconds, and the first; in the last case, steps get slower after 30 s."""
+def test_save_timer_checks_the_clock_rarely(seconds, monkeypatch):
+    """Vary the seconds of steps and of the first step; in the last case, steps get slower after 30 s."""
     usual, first = seconds
     gets_slower = first == 0.01
     now, checks, due = 0.0, [], []
@@ -393,17 +371,16 @@ def test_a_checkpoint_is_due_after_its_minutes_with_few_checks_of_the_clock(seco
     assert len(checks) < 160 or gets_slower
 
 
-def test_a_run_saves_by_the_clock_and_computes_the_same(finished, tmp_path):
+def test_saving_by_the_clock_keeps_results(finished, tmp_path):
     words = [*LONG, "--save-every", "0.0000001s", "--out"]
     train(*words, tmp_path / "all")
     assert names(tmp_path / "all" / "checkpoints") == [f"step-{step:08}" for step in (6, 7, 8)]
-    train(*words, tmp_path / "own", "--save-every", "5")  # which counts alone
+    train(*words, tmp_path / "own", "--save-every", "5")  # overrides the earlier option
     assert names(tmp_path / "own" / "checkpoints") == ["step-00000005", "step-00000008"]
     assert losses(tmp_path / "all") == losses(tmp_path / "own") == losses(finished)
 
 
-def test_an_interruption_names_what_is_saved(tmp_path, monkeypatch):
-    """Here one that no step could finish after: as it is recorded."""
+def test_interruption_names_the_saved_step(tmp_path, monkeypatch):
     out, record = tmp_path / "my run", RunDirectory.record
 
     def interrupted(at, *words):
@@ -415,7 +392,7 @@ def test_an_interruption_names_what_is_saved(tmp_path, monkeypatch):
         with monkeypatch.context() as patch:
             patch.setattr(RunDirectory, "record", stop)
             result = inside("train", *SMALL, "--steps", "8", "--save", "sync", "--out", out, *words)
-        found = json.loads((out / "summary.json").read_text())
+        found = summary(out)
         assert (result.returncode, found["stop"], found["step"]) == (130, "interrupted", at)
         assert found["loss"] == losses(out)[-1]
         return result.stderr
@@ -425,4 +402,4 @@ def test_an_interruption_names_what_is_saved(tmp_path, monkeypatch):
     assert "step 4 " in saved and f"--out '{out}' --resume auto\n" in saved
     assert interrupted(5, "--resume", "auto") == saved
     train("--out", out, "--resume", "auto")
-    assert json.loads((out / "summary.json").read_text())["stop"] == "finished"
+    assert summary(out)["stop"] == "finished"

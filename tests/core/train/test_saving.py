@@ -1,6 +1,5 @@
-"""Saving while training continues, and disks that fail."""
+"""Saving during training, and failing disks."""
 
-import json
 import threading
 
 import numpy as np
@@ -14,12 +13,12 @@ from distgpt.core.model.optim import AdamW
 from distgpt.core.saved.checkpoint import Best, State, load_group, load_state, newest_step, verify
 from distgpt.core.saved.modelfile import Description
 from distgpt.core.saved.rundir import RunDirectory
-from distgpt.core.saved.tensors import DATA_SUM, read_header, read_rows
+from distgpt.core.saved.tensors import read_header, read_rows
 from distgpt.core.train import checkpoints as saving
 from distgpt.core.train import memory
 from distgpt.core.train.checkpoints import Checkpoints
 
-from conftest import SMALL, inside, metrics, refused
+from conftest import SMALL, inside, metrics, refused, summary
 
 WORDS = [*SMALL, "--steps", "8", "--save-every", "2"]
 FULL = StorageError("cannot save checkpoint: No space left on device")
@@ -27,7 +26,6 @@ FULL = StorageError("cannot save checkpoint: No space left on device")
 
 @pytest.fixture
 def made(tmp_path):
-    """A model of ones with moments of twos and threes, and what makes its saver, which says into a list."""
     model = Model(Architecture(preset("microgpt").model), CpuKernels("float32"))
     optimizer = AdamW(model, TrainConfig())
     for value, buffer in enumerate((model.weights, optimizer.m, optimizer.v), 1):
@@ -44,7 +42,6 @@ def made(tmp_path):
 
 
 def saved(path, model):
-    """The first value of weights and both moments in a checkpoint."""
     verify(path)
     shapes = {name: np.empty_like(array) for name, array in model.weights.items()}
     moments = {prefix + name: array.copy() for prefix in ("m/", "v/") for name, array in shapes.items()}
@@ -54,7 +51,7 @@ def saved(path, model):
 
 
 class Gate:
-    """Holds writes back until it is opened, and lets some fail: of checkpoints, or of best weights."""
+    """Blocks writes of checkpoints or best weights until it is opened, and lets some fail."""
 
     def __init__(self, monkeypatch, failures=0, name="save_checkpoint", opened=True):
         self.opened, self.reached, self.calls, original = threading.Event(), threading.Event(), 0, getattr(saving, name)
@@ -73,25 +70,24 @@ class Gate:
         monkeypatch.setattr(saving, name, held)
 
 
-def test_training_goes_on_while_a_copy_is_written(made, monkeypatch):
+def test_training_continues_while_a_copy_is_written(made, monkeypatch):
     make, model, optimizer, _, checkpoints = made
     saver, gate = make(save="async"), Gate(monkeypatch, opened=False)
     saver.begin(State(5), best=None, checkpoint=True)
     assert gate.reached.wait(30)
     saver.check(has_lost_disk=False)
     for buffer in (model.weights, optimizer.m, optimizer.v):
-        buffer.flat += 10  # as the next step does
+        buffer.flat += 10  # simulates the next step
     assert not checkpoints.exists()
     gate.opened.set()
     saver.wait()
     assert saved(checkpoints / "step-00000005", model) == [1, 2, 3] and saver.seconds > 0
     saver.begin(State(6), best=None, checkpoint=True)
-    saver.write_now(State(7))  # waits for the one before
+    saver.write_now(State(7))  # waits for the previous save
     assert saved(checkpoints / "step-00000006", model) == saved(checkpoints / "step-00000007", model) == [11, 12, 13]
 
 
-def test_a_failure_is_borne_where_an_older_checkpoint_is(made, monkeypatch):
-    """And tried again, from the same copy, until it works."""
+def test_failed_save_is_retried_if_older_checkpoint_exists(made, monkeypatch):
     make, model, _, said, checkpoints = made
     saver = make(save="async")
     saver.write_now(State(1))
@@ -117,7 +113,7 @@ def test_a_failure_is_borne_where_an_older_checkpoint_is(made, monkeypatch):
 
 
 @pytest.mark.parametrize("older, policy", [(False, "keep-going"), (True, "stop")])
-def test_a_failure_that_ends_the_run(made, monkeypatch, older, policy):
+def test_failed_save_ends_the_run(made, monkeypatch, older, policy):
     make, _, _, said, _ = made
     for save in ("sync", "async"):
         saver = make(save=save, on_disk_error=policy)
@@ -130,7 +126,7 @@ def test_a_failure_that_ends_the_run(made, monkeypatch, older, policy):
         assert saver.disk.lost is FULL and said == []
 
 
-def test_another_error_in_the_thread_is_not_lost(made, monkeypatch):
+def test_other_errors_in_saver_thread_are_raised(made, monkeypatch):
     saver = made[0](save="async")
     monkeypatch.setattr(saving, "save_checkpoint", lambda *args: 1 / 0)
     saver.begin(State(1), best=None, checkpoint=True)
@@ -139,7 +135,6 @@ def test_another_error_in_the_thread_is_not_lost(made, monkeypatch):
 
 
 def best_in(checkpoints):
-    """What the best weights say of themselves, and their first element; None if there are none."""
     path, first = checkpoints.with_name("best.safetensors"), np.empty((1, 16), np.float32)
     if not path.exists():
         return None
@@ -149,8 +144,8 @@ def best_in(checkpoints):
 
 @pytest.mark.parametrize("save", ["sync", "async"])
 @pytest.mark.parametrize("failures, has_it", [(1, True), (2, False)])
-def test_the_best_loss_is_that_of_the_weights_on_the_disk(made, monkeypatch, save, failures, has_it):
-    """Best weights that fail are tried again before they change; if in vain, the older ones stay the best."""
+def test_best_loss_matches_weights_on_disk(made, monkeypatch, save, failures, has_it):
+    """A failed save of best weights is retried once; otherwise the older weights stay the best."""
     make, model, _, said, checkpoints = made
     monkeypatch.setattr(saving, "SECONDS_BETWEEN_ATTEMPTS", 1e9)
     saver = make(save=save)
@@ -172,7 +167,7 @@ def test_the_best_loss_is_that_of_the_weights_on_the_disk(made, monkeypatch, sav
     assert best_in(checkpoints) == (third, 21) and saver.best == third
 
 
-def test_what_is_on_its_way_to_the_disk_counts_and_the_end_tries_it_again(made, monkeypatch):
+def test_pending_best_weights_count_and_are_retried(made, monkeypatch):
     make, *_, checkpoints = made
     saver = make(save="async")
     saver.write_now(State(1))
@@ -185,35 +180,22 @@ def test_what_is_on_its_way_to_the_disk_counts_and_the_end_tries_it_again(made, 
     assert saver.best == Best(1.0, 9, 2) == load_state(checkpoints / "step-00000003").best
 
 
-def test_both_ways_of_saving_write_the_same(tmp_path):
-    words = [*WORDS, "--eval-every", "3", "--val-fraction", "0.1"]
-    for save in ("sync", "async"):
-        assert inside("train", *words, "--save", save, "--out", tmp_path / save).returncode == 0
-    names = [f"checkpoints/step-{step:08}/optimizer.safetensors" for step in (4, 6, 8)]
-    for name in names:
-        assert (tmp_path / "sync" / name).read_bytes() == (tmp_path / "async" / name).read_bytes()
-    for name in ("best.safetensors", "weights.safetensors", "checkpoints/step-00000006/weights.safetensors"):
-        sums = {read_header(tmp_path / save / name).metadata[DATA_SUM] for save in ("sync", "async")}
-        assert len(sums) == 1, name
-
-
-def test_the_first_and_the_last_checkpoint_must_be_written(tmp_path, monkeypatch):
+def test_first_and_last_checkpoint_must_be_written(tmp_path, monkeypatch):
     monkeypatch.setattr(saving, "SECONDS_BETWEEN_ATTEMPTS", 0)
     words, run = [*WORDS, "--out", tmp_path / "run"], tmp_path / "run"
     assert inside("train", *words, "--steps", "2").returncode == 0
     Gate(monkeypatch, failures=99)
     refused(inside("train", *WORDS, "--out", tmp_path / "first"), 74, FULL, late=True)
-    assert json.loads((tmp_path / "first" / "summary.json").read_text())["stop"] == "failed"
+    assert summary(tmp_path / "first")["stop"] == "failed"
     ended = inside("train", *words, "--resume", "auto")
     assert ended.returncode == 74 and f"{FULL}; continuing, with step 2 saved" in ended.stdout
     assert newest_step(run / "checkpoints") == 2 and max(metrics(run)) == 8
 
 
-def test_a_copy_is_made_where_memory_allows(tmp_path, monkeypatch):
+def test_copy_is_made_if_memory_allows(tmp_path, monkeypatch):
     assert "not enough memory" not in inside("train", *WORDS, "--out", tmp_path / "much").stdout
     monkeypatch.setattr(memory, "copy_bytes", lambda *about: 1 << 60)
     assert "not enough memory" in inside("train", *WORDS, "--out", tmp_path / "little").stdout
-    refused(
-        inside("train", *WORDS, "--save", "async", "--out", tmp_path / "none"), 2, "--save async requires", "use sync"
-    )
+    result = inside("train", *WORDS, "--save", "async", "--out", tmp_path / "none")
+    refused(result, 2, "--save async requires", "use sync")
     assert "not enough memory" not in inside("train", *WORDS, "--save", "sync", "--out", tmp_path / "sync").stdout

@@ -1,6 +1,5 @@
-"""The setup of a run and its seams: a run without anything optional has the same bits."""
+"""Setup and interfaces of a run; optional components do not change its results."""
 
-import json
 import time
 from contextlib import contextmanager
 from dataclasses import replace
@@ -35,7 +34,7 @@ from distgpt.core.train.step import Step
 from distgpt.measure.profile.session import open_steps
 from threadranks import on_all_ranks
 
-from conftest import losses
+from conftest import logged, losses
 from models import BASE
 
 SIZE = {"n_layer": 1, "n_embd": 16, "seq_len": 16, "batch_size": 4, "steps": 4, "eval_every": 2}
@@ -53,8 +52,6 @@ class Listener:
 
 
 class Counting:
-    """A guard of a test's own."""
-
     def __init__(self):
         self.calls = []
 
@@ -71,7 +68,6 @@ class Counting:
 
 @contextmanager
 def opened(out, parts=None, listener=None, **request):
-    """A plan of a small model with these components, and its run."""
     stage = open_stage("serial", 1)
     plan = make_plan(stage, asked_for(request, out=out), lambda text: None)
     try:
@@ -81,14 +77,12 @@ def opened(out, parts=None, listener=None, **request):
 
 
 def trained(out, parts=None, **settings):
-    """Train a small model with these components: its run and its metrics."""
     with opened(out, parts, listener := Listener(), **SIZE, **settings) as (_, run):
         train(run)
     return run, listener.metrics
 
 
-def test_without_guards_and_in_any_order_of_them_a_run_has_the_same_bits(tmp_path):
-    """What one of them adds to the metrics is written. Steps alone have these losses, too."""
+def test_callbacks_do_not_change_results(tmp_path):
     own = Counting()
 
     class Turned(AllComponents):
@@ -103,13 +97,13 @@ def test_without_guards_and_in_any_order_of_them_a_run_has_the_same_bits(tmp_pat
         assert bool(run.callbacks) is (name != "plain")
     assert found[0] == found[1] == found[2]
     assert own.calls == ["entered", *losses(out), "left"] and [line["settled"] for line in metrics] == [2, 3, 4, 5]
-    lines = [json.loads(line) for line in (tmp_path / "turned" / "metrics.jsonl").read_text().splitlines()]
+    lines = logged(tmp_path / "turned")
     assert [line["settled"] for line in lines if "loss" in line] == [2, 3, 4, 5]
     step, batches = open_steps(run.config, open_stage("serial", 1), lambda text: None)
     assert [step.launch(number, batches).wait().loss for number in range(SIZE["steps"])] == losses(out)
 
 
-def test_a_run_has_only_what_its_settings_ask_for(tmp_path):
+def test_run_has_only_requested_components(tmp_path):
     run, _ = trained(tmp_path / "default", AllComponents())
     assert isinstance(run.step_policy, StepPolicy) and type(run.budget) is Budget
     more = {"on_bad_step": "skip", "train_minutes": 0.01}
@@ -118,7 +112,6 @@ def test_a_run_has_only_what_its_settings_ask_for(tmp_path):
 
 
 def steps_of(comm, is_async=False):
-    """A step of a tiny model among these ranks, and its batches."""
     t = TrainConfig(batch_size=2, recompute="none")
     model = Model(
         Architecture(ModelConfig(vocab_size=16, seq_len=8, n_layer=1, n_head=1, n_embd=16)), CpuKernels(threads=1)
@@ -131,8 +124,8 @@ def steps_of(comm, is_async=False):
     return step, Batches(ArrayTokens(np.arange(200, dtype=np.uint16) % 16), 8, 2, 1)
 
 
-def test_a_vote_of_one_rank_counts_once_in_each_step():
-    """The sum of the last step is in every rank's buffer. Kernels with a queue write no seconds over it."""
+def test_step_flag_of_one_rank_counts_once():
+    """The previous sum is still in the buffer. Asynchronous kernels do not overwrite it."""
 
     def heard(comm):
         step, batches = steps_of(comm, is_async=True)
@@ -143,13 +136,13 @@ def test_a_vote_of_one_rank_counts_once_in_each_step():
     assert on_all_ranks(2, heard) == [0.25, 0.25]
 
 
-def test_time_between_two_steps_counts_unless_the_clock_is_restarted():
+def test_time_between_steps_counts_unless_restarted():
     def seconds(comm):
         (step, batches), found = steps_of(comm), []
         for number in range(3):
             found.append(step.launch(number, batches).wait().rank_seconds[0])
             if comm.rank == 0:
-                time.sleep(0.3)  # as if it wrote a sample
+                time.sleep(0.3)  # simulates a sample
             if number == 1:
                 step.restart_clock()
         return found
@@ -158,7 +151,7 @@ def test_time_between_two_steps_counts_unless_the_clock_is_restarted():
     assert slept > 0.3 > restarted
 
 
-def test_by_default_a_step_that_is_not_finite_ends_the_run():
+def test_nonfinite_step_ends_the_run_by_default():
     step_policy = StepPolicy(TrainConfig(), Progress(step=3))
     done = [Finished(2.0, norm, 0.1, rejected=None, flags=[], rank_seconds=[]) for norm in (1.0, float("inf"))]
     assert step_policy.check_step(done[0]) == step_policy.rejection_reason(2.0, 1.0) == ""
@@ -166,19 +159,15 @@ def test_by_default_a_step_that_is_not_finite_ends_the_run():
         step_policy.check_step(done[1])
 
 
-def test_the_number_of_votes_is_that_of_the_gradient_buffer():
+def test_step_flags_fit_the_gradient_buffer():
     disk = Disk()
     disk.lost = StorageError("full")
-    flags = StepFlags(type("Comm", (), {"rank": 0}), PendingSignals(), disk, Budget(1))
-    mine = flags.local_flags()
+    mine = StepFlags(type("Comm", (), {"rank": 0}), PendingSignals(), disk, Budget(1)).local_flags()
     assert len(mine) == FLAG_COUNT - 1 and mine == [0] * 5 + [1, 0.0]
     assert StepFlags.parse_flags([0, 2, 0, 0, 0, 0, 0.5], "allreduce").stop.name == "SIGINT"
 
 
-# Setup: what follows from a plan
-
-
-def test_a_configuration_keeps_the_request_and_the_settings_what_memory_decides(tmp_path):
+def test_config_keeps_request_and_settings_resolve_memory(tmp_path):
     words = {name: value for name, value in SIZE.items() if name != "steps"} | {"epochs": 0.01}
     with opened(tmp_path / "run", **words) as (plan, run):
         assert plan.config.model.vocab_size == 0 and run.config.model.vocab_size == 256
@@ -191,8 +180,7 @@ def test_a_configuration_keeps_the_request_and_the_settings_what_memory_decides(
     assert setup.config is request
 
 
-def test_a_run_that_cannot_begin_leaves_nothing(tmp_path):
-    """Weights are the last that can be wrong; the directory comes after them."""
+def test_run_with_corrupt_weights_leaves_nothing(tmp_path):
     weights = tmp_path / "w.safetensors"
     distgpt.init(preset("tiny", SIZE, {"vocab_size": 256}).model).save(weights)
     weights.write_bytes(weights.read_bytes()[:-8] + bytes([255] * 8))
@@ -201,22 +189,20 @@ def test_a_run_that_cannot_begin_leaves_nothing(tmp_path):
     assert not (tmp_path / "run").exists()
 
 
-def test_micro_batches_stay_unless_settings_or_ranks_decide_them_anew():
+def test_micro_batches_are_kept_for_equal_ranks():
     before = preset("tiny", SIZE)
     state = State(3, ranks=2, micro_batches=4)
     assert micro_batches_so_far(state, before, 2) == 4
     assert micro_batches_so_far(state, before, 1) == 0  # other ranks
-    fixed = preset("tiny", SIZE, {"reproducible_parts": 4})  # which then are no longer
+    fixed = preset("tiny", SIZE, {"reproducible_parts": 4})  # no longer fixed
     assert micro_batches_so_far(state, fixed, 2) == 0
 
-
-# Kinds of models
 
 KINDS = {"whole": TrainConfig(), "adapters": TrainConfig(lora_rank=2)}
 
 
 @pytest.mark.parametrize("t", KINDS.values(), ids=KINDS)
-def test_a_kind_knows_what_its_model_trains(t, tmp_path):
+def test_model_kind_matches_its_model(t, tmp_path):
     file, k, whole = tmp_path / "weights.safetensors", Kernels("float32"), components().model(TrainConfig())
     given = whole.build(RunConfig(BASE), k)
     given.initialise(1)
@@ -230,11 +216,10 @@ def test_a_kind_knows_what_its_model_trains(t, tmp_path):
     assert bool(frozen) == bool(t.lora_rank) == (not kind.begins_with(run.train))
     for name, values in getattr(model, "frozen", {}).items():
         np.testing.assert_array_equal(values, given.params[name])
-    described = kind.describe(SerialComm(), run, None)
-    assert described.layout.offsets == model.layout.offsets
+    assert kind.describe(SerialComm(), run, None).layout.offsets == model.layout.offsets
 
 
-def test_only_adapters_stand_beside_a_model_that_is_rounded(tmp_path):
+def test_only_adapters_accept_quantized_weights(tmp_path):
     rounded = Description(RunConfig(BASE), None, rounded="int8")
     components().model(KINDS["adapters"]).reject_origin(rounded, tmp_path, KINDS["adapters"], resumed=False)
     with pytest.raises(UsageError, match="cannot be trained further"):

@@ -1,6 +1,5 @@
-"""A signal during a run: the step is finished, saved, and the command leaves with the code of the signal."""
+"""Signals during a run: the step is finished and saved, and the exit code is the signal's."""
 
-import json
 import os
 import pty
 import re
@@ -25,7 +24,7 @@ from distgpt.core.train.assessment import Scorer
 from distgpt.core.train.step import Step
 from stopping import at_call
 
-from conftest import SMALL, clean_environment, command, inside, losses, metrics, same_signals
+from conftest import SMALL, clean_environment, command, inside, losses, metrics, same_signals, summary, validations
 
 WORDS = [*SMALL, "--steps", "8", "--val-fraction", "0.1", "--eval-every", "2", "--sample-every", "4"]
 WORDS += ["--save-every", "3", "--save", "sync"]
@@ -38,14 +37,7 @@ def finished(tmp_path_factory):
     return out
 
 
-def evaluations(run):
-    lines = map(json.loads, (run / "metrics.jsonl").read_text().splitlines())
-    found = [(line["step"], line["val_loss"]) for line in lines if "val_loss" in line]
-    assert len(dict(found)) == len(found), "an evaluation was logged twice"
-    return dict(found)
-
-
-# Where the signal comes, and the step that is saved then.
+# The call during which the signal arrives, and the saved step.
 MOMENTS = {
     "a step": (Step, "launch", 4, 4),
     "a step with an evaluation due": (Step, "launch", 6, 6),
@@ -64,7 +56,7 @@ ENDINGS = [
 
 
 @pytest.mark.parametrize("moment, number", ENDINGS)
-def test_what_a_signal_ends_resumes_as_if_it_had_not_come(moment, number, finished, tmp_path, monkeypatch):
+def test_run_that_a_signal_ends_resumes_identically(moment, number, finished, tmp_path, monkeypatch):
     owner, name, count, step = MOMENTS[moment]
     out = tmp_path / "run"
     with monkeypatch.context() as patch:
@@ -75,66 +67,59 @@ def test_what_a_signal_ends_resumes_as_if_it_had_not_come(moment, number, finish
     way = f"step {step} is saved; resume with --out {out} --resume auto"
     assert (ended.returncode, ended.stderr) == (EXIT_CODES[number], f"distgpt: {word}; {way}\n")
     assert max(metrics(out)) == newest_step(out / "checkpoints") == step
-    assert json.loads((out / "summary.json").read_text())["stop"] == "interrupted"
+    assert summary(out)["stop"] == "interrupted"
     assert inside("train", "--resume", out, "--threads", "1").returncode == 0
-    assert losses(out) == losses(finished) and evaluations(out) == evaluations(finished)
+    assert losses(out) == losses(finished) and validations(out) == validations(finished)
     for name in ("weights", "best"):
         same = [(run / f"{name}.safetensors").read_bytes() for run in (out, finished)]
         assert same[0] == same[1]
 
 
-@pytest.mark.parametrize(
-    ("owner", "name", "count", "is_done"),
-    [
-        (Scorer, "_losses", 1, False),  # in the first evaluation
-        (Pass, "loss_and_gradients", 1, False),  # while the loops are compiled
-        (Step, "launch", 8, True),
-        (checkpoints, "save_checkpoint", 1, True),
-        (checkpoints.Checkpoints, "write_weights", 1, True),
-    ],
-)
-def test_a_signal_before_the_first_step_leaves_nothing_and_one_after_the_last_ends_nothing(
-    owner, name, count, is_done, tmp_path, monkeypatch
-):
+@pytest.mark.parametrize(("owner", "name", "count", "is_done"), [
+    (Scorer, "_losses", 1, False),  # first evaluation
+    (Pass, "loss_and_gradients", 1, False),  # during compilation
+    (Step, "launch", 8, True),
+    (checkpoints, "save_checkpoint", 1, True),
+    (checkpoints.Checkpoints, "write_weights", 1, True),
+])  # fmt: skip
+def test_signal_before_first_or_after_last_step(owner, name, count, is_done, tmp_path, monkeypatch):
     at_call(monkeypatch, owner, name, count, signal.SIGTERM)
     ended = inside("train", *(SMALL if is_done else WORDS), "--steps", "8", "--out", tmp_path / "run")
     assert ended.returncode == (0 if is_done else 143)
     if is_done:
-        assert json.loads((tmp_path / "run" / "summary.json").read_text())["stop"] == "finished"
+        assert summary(tmp_path / "run")["stop"] == "finished"
     else:
         assert ended.stderr.startswith("distgpt: ended by SIGTERM") and not (tmp_path / "run").exists()
 
 
 @pytest.mark.parametrize("every", [2, 0])
-def test_the_last_evaluation_can_be_done_later(every, finished, tmp_path, monkeypatch):
-    """Once, however often the run resumes from there."""
-    out, expected = tmp_path / "run", evaluations(finished)
+def test_last_evaluation_can_be_done_later(every, finished, tmp_path, monkeypatch):
+    out, expected = tmp_path / "run", validations(finished)
     with monkeypatch.context() as patch:
         at_call(patch, Step, "launch", 8, signal.SIGUSR1)
         ended = inside("train", *WORDS, "--eval-every", str(every), "--out", out)
     assert ended.returncode == 75 and "step 8 is saved" in ended.stderr
     for _ in range(2):
         assert inside("train", "--resume", out, "--threads", "1").returncode == 0
-        assert evaluations(out) == (expected if every else {8: expected[8]})
+        assert validations(out) == (expected if every else {8: expected[8]})
         assert (out / "best.safetensors").exists()
 
 
 @pytest.mark.ranks
 @pytest.mark.slow
 @pytest.mark.timing
-def test_a_run_is_gone_before_its_time_is_up(tmp_path, monkeypatch):
+def test_run_ends_before_its_time_limit(tmp_path, monkeypatch):
     monkeypatch.setattr(attach, "LEAVING", 0.3)
     for limit, words in (("4s", "is saved; resume with"), ("0.1s", "nothing is saved yet")):
         begun, out = time.monotonic(), tmp_path / limit
         ended = inside("train", *WORDS, "--steps", "10000000", "--time-limit", limit, "--out", out)
-        assert time.monotonic() - begun < float(limit[:-1]) + 2  # and what a busy machine adds
+        assert time.monotonic() - begun < float(limit[:-1]) + 2  # plus delays of a busy machine
         assert ended.returncode == 75 and ended.stderr.startswith("distgpt: time limit reached; ")
         assert words in ended.stderr
-    saved = newest_step(tmp_path / "4s" / "checkpoints")
-    assert saved == max(metrics(tmp_path / "4s")) > 0
+    assert newest_step(tmp_path / "4s" / "checkpoints") == max(metrics(tmp_path / "4s")) > 0
 
 
-def test_slurm_says_when_a_job_ends_and_the_last_step_and_checkpoint_fit_into_the_time():
+def test_last_step_and_checkpoint_fit_into_job_time():
     assert latest_step(1000.0, [], None, 2e9) == 1000 - 2 - 30
     assert latest_step(1000.0, [], None, 2e9, saves=2) == 1000 - 2 - 60
     assert latest_step(1000.0, [50.0, *[1.0] * 99], 4.0, 2e9) == 1000 - 2 - 6 - 100
@@ -144,10 +129,10 @@ def test_slurm_says_when_a_job_ends_and_the_last_step_and_checkpoint_fit_into_th
     assert 59 < job_end(None, {"SLURM_JOB_END_TIME": str(int(time.time()) + 61)}) - now < 62
     assert 5 <= job_end(5.0, {"SLURM_JOB_END_TIME": "1"}) - now < 6
     ends = {"SLURM_JOB_END_TIME": str(int(time.time()) + 61), "DISTGPT_JOB_END": str(int(time.time()) + 31)}
-    assert 29 < job_end(3600.0, ends) - now < 32  # the first of all
+    assert 29 < job_end(3600.0, ends) - now < 32  # the earliest end
 
 
-def test_a_second_signal_leaves_at_once(tmp_path, monkeypatch):
+def test_second_signal_exits_immediately(tmp_path, monkeypatch):
     monkeypatch.setattr(interrupts, "MEANT", -1.0)
     at_call(monkeypatch, Step, "launch", 6, signal.SIGTERM, times=2)
     ended = inside("train", *WORDS, "--save-every", "4", "--out", tmp_path / "run")
@@ -155,21 +140,21 @@ def test_a_second_signal_leaves_at_once(tmp_path, monkeypatch):
     assert newest_step(tmp_path / "run" / "checkpoints") == 4 and max(metrics(tmp_path / "run")) == 5
 
 
-def test_a_signal_that_comes_when_the_time_is_up_is_the_first_of_its_kind():
+def test_time_limit_counts_as_first_signal():
     found = PendingSignals()
     found.deadline = 0.0
     assert list(found.came) == [signal.SIGUSR1] and found.late and found.exit_code == 75
     assert found.note(signal.SIGUSR1) and not found.late and not found.note(signal.SIGUSR1)
 
 
-def test_all_ranks_find_the_signal_that_counts_most():
+def test_ranks_choose_the_strongest_signal():
     assert first_of([0, 0, 0, 0, 0]) is None
     assert first_of([0, 2, 0, 0, 1]) == signal.SIGINT and first_of([1, 2, 3, 0, 0]) == signal.SIGTERM
     assert list(EXIT_CODES.values()) == sorted(EXIT_CODES.values(), reverse=True)
 
 
-def test_a_signal_that_a_launcher_repeats_is_one(monkeypatch):
-    """At once, also after the run has saved. The limit of CPU time is told every second."""
+def test_repeated_signals_of_a_launcher_count_once(monkeypatch):
+    """Launchers repeat signals immediately, and Linux repeats SIGXCPU every second."""
     now = [100.0]
     monkeypatch.setattr(interrupts, "time", SimpleNamespace(monotonic=lambda: now[0]))
     with same_signals():
@@ -190,8 +175,8 @@ def test_a_signal_that_a_launcher_repeats_is_one(monkeypatch):
 
 
 @pytest.mark.ci
-def test_a_terminal_that_is_closed(tmp_path):
-    """The run saves, though it can no longer say so; one that ignores SIGHUP, as under nohup, goes on."""
+def test_closed_terminal_saves_or_is_ignored(tmp_path):
+    """The run saves without output; under nohup it ignores SIGHUP and continues."""
     words = ["train", *SMALL, "--save-every", "1000000", "--out"]
     for ignored, code in ((False, 129), (True, 0)):
         out = tmp_path / str(code)
@@ -206,13 +191,12 @@ def test_a_terminal_that_is_closed(tmp_path):
         os.close(terminal)
         assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == code
         assert newest_step(out / "checkpoints") == max(metrics(out)) > 1
-        stop = json.loads((out / "summary.json").read_text())["stop"]
-        assert stop == ("finished" if ignored else "interrupted")
+        assert summary(out)["stop"] == ("finished" if ignored else "interrupted")
 
 
 @pytest.mark.ci
-def test_what_takes_long_to_hold_a_signal_is_left_at_once():
-    """As compiling a loop, where an exception would break LLVM."""
+def test_long_deferred_signal_ends_the_process():
+    """Compiling a loop defers signals, because an exception would break LLVM."""
     program = """if True:
         import time
         from distgpt.core.base import interrupts

@@ -1,4 +1,4 @@
-"""What a run is said to need is what it takes, and a run that does not fit is refused with a way out."""
+"""Estimated memory matches allocations, and runs that do not fit are rejected with a remedy."""
 
 from dataclasses import replace
 from itertools import product
@@ -31,7 +31,6 @@ def with_train(run=RUN, **changes):
 
 
 def sized(run, kernels, **more):
-    """The bytes of a run on a single rank, part by part."""
     return needed(run, kernels, Strategy(run.train, 1), **more)
 
 
@@ -40,8 +39,6 @@ def fitting(run, kernels, free, where="GPU 0", ranks=1, **more):
 
 
 class Weighing(CpuKernels):
-    """Counts what is really allocated."""
-
     taken = 0
 
     def __getattribute__(self, name):
@@ -56,7 +53,7 @@ class Weighing(CpuKernels):
         return weighed
 
 
-def test_the_need_is_what_is_allocated():
+def test_needed_memory_matches_allocations():
     for dtype, recompute in product(("float32", "float64"), RECOMPUTE):
         run = with_train(recompute=recompute, dtype=dtype)
         kernels = Weighing(dtype)
@@ -67,7 +64,7 @@ def test_the_need_is_what_is_allocated():
         assert sized(run, CpuKernels(dtype)).total == kernels.taken, (dtype, recompute)
 
 
-def test_muon_s_updates_need_memory_too():
+def test_needed_memory_includes_muon_updates():
     muon = with_train(optimizer="muon")
     for dtype, threads in product(("float32", "bfloat16"), (1, 2)):
         kernels = CpuKernels(dtype, threads) if dtype == "float32" else Bfloat16Kernels(threads)
@@ -85,7 +82,7 @@ def test_muon_s_updates_need_memory_too():
         fitting(muon, kernels, 100_000)
 
 
-def test_a_run_that_does_not_fit_names_the_options_that_prevent_it():
+def test_run_that_does_not_fit_names_options():
     kernels = CpuKernels("float32")
     fits = sized(RUN, kernels).total
     assert fitting(RUN, kernels, int(fits / (1 - FRACTION)) + 1).recompute == "mlp"
@@ -97,15 +94,14 @@ def test_a_run_that_does_not_fit_names_the_options_that_prevent_it():
 
 @pytest.fixture
 def queued():
-    """As on a GPU, where keeping more is faster."""
     kernels = CpuKernels("float32")
     kernels.capabilities = replace(kernels.capabilities, is_async=True)
     return kernels
 
 
 @pytest.mark.parametrize("is_async", [False, True], ids=["program", "libraries"])
-def test_a_fixed_amount_of_memory_is_left(is_async, queued):
-    """To the program, also where a twentieth would be less; of a large GPU to its libraries, and no more."""
+def test_fixed_memory_is_reserved(is_async, queued):
+    """Large models reserve a fixed amount for the program, and GPUs for libraries."""
     kernels, layers, left = (queued, 48, LIBRARIES) if is_async else (CpuKernels("float32"), 12, PROGRAM)
     large = replace(RUN, model=replace(RUN.model, n_embd=1024, n_layer=layers))
     total = sized(large, kernels).total
@@ -116,7 +112,7 @@ def test_a_fixed_amount_of_memory_is_left(is_async, queued):
     assert not is_async or fitting(RUN, queued, LIBRARIES // 2).recompute == "mlp"  # a small share still runs
 
 
-def test_left_to_itself_a_run_keeps_what_fits(queued):
+def test_auto_recompute_keeps_fitting_activations(queued):
     auto = with_train(recompute="auto")
     for how in RECOMPUTE:
         enough = int(sized(with_train(recompute=how), queued).total / (1 - FRACTION)) + 1
@@ -125,7 +121,7 @@ def test_left_to_itself_a_run_keeps_what_fits(queued):
         fitting(auto, queued, enough // 2)
 
 
-def test_micro_batches_are_as_few_as_fit_and_of_a_useful_size(monkeypatch):
+def test_micro_batches_are_few_and_fit(monkeypatch):
     kernels = CpuKernels("float32")
     auto = with_train(recompute="auto", grad_accum=0, batch_size=48)
     chosen = {n: with_train(auto, grad_accum=n, recompute="mlp") for n in (1, 3, 48)}
@@ -139,10 +135,10 @@ def test_micro_batches_are_as_few_as_fit_and_of_a_useful_size(monkeypatch):
     assert found(1 << 40) == (1, "mlp")
     assert found(size[3]) == (3, "mlp")
     assert found(size[48]) == (48, "mlp")  # rather than computing again: fewer sequences
-    assert found(1 << 40, chosen[3]) == (3, "mlp")  # asked for
+    assert found(1 << 40, chosen[3]) == (3, "mlp")  # set explicitly
     with pytest.raises(UsageError, match="activations of 1 sequence of"):
         found(size[48] // 2)
-    assert fitting(auto, kernels, 1 << 40, preferred=48).grad_accum == 48  # as it was before
+    assert fitting(auto, kernels, 1 << 40, preferred=48).grad_accum == 48  # the earlier value
     monkeypatch.setattr("distgpt.core.train.memory.TOKENS", 32 * 16)
     assert found(1 << 40) == (3, "mlp")
     assert found(1 << 40, ranks=2) == (2, "mlp")
@@ -150,10 +146,10 @@ def test_micro_batches_are_as_few_as_fit_and_of_a_useful_size(monkeypatch):
     assert found(1 << 40, odd) == (1, "mlp")  # rather one too large than 67 of one sequence
 
 
-def test_what_is_held_out_takes_memory_too():
+def test_needed_memory_includes_evaluation():
     kernels = Weighing("float32")
     model, span = Model(Architecture(RUN.model), kernels), Span(np.zeros(RUN.model.seq_len + 1, np.uint16))
-    Scorer(model, SerialComm()).sums([span])  # what the kernels keep for themselves
+    Scorer(model, SerialComm()).sums([span])  # allocates the kernels' caches
     before = kernels.taken
     Scorer(model, SerialComm()).sums([span] * 1000)
     need = sized(RUN, CpuKernels("float32"), evaluated=True)

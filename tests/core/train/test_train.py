@@ -1,4 +1,4 @@
-"""Training in one process: what a run leaves behind, its speed and memory, and what results say of the machine."""
+"""Training in one process: files of a run, speed, memory and environment records."""
 
 import errno
 import json
@@ -16,10 +16,10 @@ from distgpt.core.saved.modelfile import read_description
 from distgpt.measure.doctor import facts
 from distgpt.measure.doctor.facts import anonymised, environment
 
-from conftest import SMALL, distgpt, inside, losses, metrics
+from conftest import SMALL, distgpt, inside, losses, metrics, succeeded, summary
 
 
-def test_a_run_directory_tells_everything_about_the_run(trained):
+def test_run_directory_has_all_files(trained):
     files = {"config.toml", "tokenizer.json", "metrics.jsonl", "weights.safetensors", "summary.json"}
     assert names(trained) == sorted(files | {"checkpoints", "history.jsonl"})
     assert names(trained / "checkpoints") == ["step-00000010", "step-00000020", "step-00000030"]
@@ -29,7 +29,7 @@ def test_a_run_directory_tells_everything_about_the_run(trained):
     assert described.run == run and described.tokenizer.size == run.model.vocab_size
 
 
-def test_what_a_run_saved_makes_it_again_and_another_can_use_its_tokenizer(trained, tmp_path):
+def test_saved_config_and_tokenizer_are_reusable(trained, tmp_path):
     again = ["--config", trained / "config.toml", "--out", tmp_path / "again", "--threads", "1"]
     assert inside("train", *again).returncode == 0
     one, other = ((run / "weights.safetensors").read_bytes() for run in (trained, tmp_path / "again"))
@@ -42,7 +42,7 @@ def test_what_a_run_saved_makes_it_again_and_another_can_use_its_tokenizer(train
     assert (tmp_path / "other" / "tokenizer.json").read_bytes() == saved.read_bytes()
 
 
-def test_every_step_is_in_the_metrics(trained):
+def test_metrics_have_every_step(trained):
     steps = metrics(trained)
     assert list(steps) == list(range(1, 31))
     for step, line in steps.items():
@@ -53,36 +53,23 @@ def test_every_step_is_in_the_metrics(trained):
     assert steps[30]["loss"] < steps[1]["loss"] - 0.5
 
 
-def test_variants_and_samples_from_the_command_line(tmp_path):
-    variant = "--norm rmsnorm --mlp swiglu --positions rope --no-bias --untied"
-    args = [*variant.split(), "--steps", "5", "--sample-every", "2"]
-    result = inside("train", *SMALL, *args, "--out", tmp_path / "run")
-    assert result.returncode == 0, result.stderr
-    assert result.stdout.count("--- sample after step") == 2
-    assert list(metrics(tmp_path / "run")) == [1, 2, 3, 4, 5]
-
-
 @pytest.mark.ci
-def test_a_live_display_survives_any_text(tmp_path):
-    """Samples and paths are no markup, whatever they look like."""
+def test_live_display_survives_markup(tmp_path):
     (tmp_path / "text").write_text("[/a][b]" * 200)
     where = tmp_path / "[red]" / "[" / "]"
     args = [*SMALL, "--steps", "2", "--sample-every", "1", "--progress", "live", "--out", where]
     args += ["--data", tmp_path / "text", "--tokenizer", "char", "--resume", "auto"]
-    result = distgpt("train", *args)
-    assert result.returncode == 0, result.stderr
-    assert "[red]" in result.stdout.replace("\n", "")
+    assert "[red]" in succeeded("train", *args, by=distgpt).stdout.replace("\n", "")
 
 
-def test_without_out_every_run_gets_a_directory_and_resume_finds_the_last(tmp_path):
+def test_default_out_is_new_and_resume_finds_last(tmp_path):
     for steps, *resume in (("2",), ("3",), ("4", "--resume", "auto")):
-        result = inside("train", *SMALL, "--steps", steps, *resume, cwd=tmp_path)
-        assert result.returncode == 0, result.stderr
+        succeeded("train", *SMALL, "--steps", steps, *resume, cwd=tmp_path)
     assert names(tmp_path / "runs") == ["tiny-adamw", "tiny-adamw-2"]
     assert list(metrics(tmp_path / "runs" / "tiny-adamw-2")) == [1, 2, 3, 4]
 
 
-def test_a_run_that_diverges_stops_and_saves_nothing(tmp_path):
+def test_diverging_run_saves_nothing(tmp_path):
     for steps, lr, words in (("5", "1e30", "not finite at step 2"), ("1", "1e38", "weights")):
         args = ["--steps", steps, "--lr", lr, "--warmup", "0", "--clip", "0", "--out", tmp_path / steps]
         result = inside("train", *SMALL, *args)
@@ -92,10 +79,10 @@ def test_a_run_that_diverges_stops_and_saves_nothing(tmp_path):
         assert not (tmp_path / steps / "checkpoints").exists(), words
 
 
-def test_a_run_reports_what_it_took(tmp_path):
+def test_summary_has_speed_and_memory(tmp_path):
     words = ["train", *SMALL, "--out", tmp_path / "run", "--steps"]
     assert inside(*words, "12", "--save-every", "12").returncode == 0
-    found = json.loads((tmp_path / "run" / "summary.json").read_text())
+    found = summary(tmp_path / "run")
     lines = list(metrics(tmp_path / "run").values())
     assert (found["ranks"], found["threads"], found["steps"], found["stage"]) == (1, 1, 12, "serial")
     assert found["allreduce"] is None and found["peak_gpu_memory"] is None
@@ -106,12 +93,11 @@ def test_a_run_reports_what_it_took(tmp_path):
     assert found["tokens_per_s"] == pytest.approx(8 * 16 / found["step_s_median"])
     assert len(found["peak_memory"]) == 1 and min(found["peak_memory"]) > 20 << 20
     assert inside(*words, "14", "--resume", "auto").returncode == 0  # reports its own steps
-    assert json.loads((tmp_path / "run" / "summary.json").read_text())["steps"] == 2
+    assert summary(tmp_path / "run")["steps"] == 2
 
 
 @pytest.mark.ci
-def test_peak_memory_is_that_of_the_peak():
-    """In a process of its own, which begins small."""
+def test_peak_memory_includes_freed_memory():
     hungry = """if True:
         from distgpt.core.comm.resources import peak_memory
         before = peak_memory()
@@ -124,7 +110,7 @@ def test_peak_memory_is_that_of_the_peak():
     assert 200e6 < most < before + 210e6
 
 
-def test_results_say_where_they_are_from_and_no_more(monkeypatch):
+def test_environment_record_is_anonymous(monkeypatch):
     words = ["train", "--data", "/home/me/my.txt", "--launcher", "/home/me/bin/mpirun --host n1,n2"]
     monkeypatch.setattr("sys.argv", ["/somewhere/bin/distgpt", *words])
     found = environment()
@@ -136,8 +122,7 @@ def test_results_say_where_they_are_from_and_no_more(monkeypatch):
         assert len(private) < 3 or private not in text
 
 
-def test_an_installed_package_names_no_commit(monkeypatch):
-    """One that lies outside a checkout, as from a wheel, cannot know it."""
+def test_installed_package_has_no_commit(monkeypatch):
     monkeypatch.setattr(facts, "_git", raising(OSError(errno.ENOENT, "no git")))
     found = environment()
     assert "commit" not in found and found["versions"]["distgpt"] and None not in found.values()
@@ -157,6 +142,6 @@ SHOWN = {
 }
 
 
-def test_texts_are_shown_without_paths_and_hosts(monkeypatch):
+def test_anonymised_hides_paths_and_hosts(monkeypatch):
     monkeypatch.setattr(platform, "node", lambda: "mine.cluster.org")
     assert {text: anonymised(text) for text in SHOWN} == SHOWN

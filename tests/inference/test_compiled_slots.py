@@ -17,7 +17,7 @@ from distgpt.inference.decoding.compiled import CompiledSlots, most_rows, packin
 from distgpt.inference.decoding.loops.weights import PIECE, checksums_of
 from hypothesis import given
 from hypothesis import strategies as st
-from test_lanes import all_threads  # noqa: F401
+from test_slots import all_threads  # noqa: F401
 
 CONFIG = ModelConfig(vocab_size=13, seq_len=9, n_layer=2, n_head=2, n_embd=16, init_std=0.3)
 
