@@ -1,4 +1,5 @@
 import contextlib
+import io
 import json
 import os
 import pty
@@ -55,6 +56,11 @@ def test_exit_codes(tmp_path):
     diverging = distgpt(*small, "--lr", "1e30", "--clip", "0", "--steps", "40")
     assert diverging.returncode == 76 and "Traceback" not in diverging.stderr
     assert [line[:9] for line in diverging.stderr.splitlines()] == ["distgpt: "]
+
+
+def test_prompt_is_read_from_a_pipe(infer, monkeypatch):
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"the\r\nlamp")))
+    assert infer("--json", "--prompt-file", "-", "--max-new-tokens", "1")["prompt"] == "the\nlamp"
 
 
 def test_stream_prints_prompt_and_text(infer, tmp_path):

@@ -34,7 +34,7 @@ RATES = Path(__file__).with_name("rates.json")
 RECORD = ROOT / "build" / "coverage.json"
 COPIED = ("distgpt", "tests", "data", "weights", "benchmarks", "docs", "pyproject.toml", "README.md")
 CHOSEN = "not slow and not cluster and not rehearsal and not peer"
-FIRST, MORE = (40, 8.0), (150, 40.0)  # number of tests, and their recorded seconds
+FIRST, MORE = (40, 8.0), (120, 25.0)  # tests, and seconds as recorded: first the likeliest killers
 PLUGIN = """
 import pytest
 def pytest_runtest_logreport(report):
@@ -237,24 +237,23 @@ class Choice:
 
         return sorted(tests | others, key=rank)
 
-    def cut(self, tests, most, begin=0):
+    def cut(self, tests, most):
+        """Return tests within these limits, those that are left, and the seconds of the first."""
         count, limit = most
-        chosen, total = [], 0.0
-        for test in tests[begin:]:
-            if len(chosen) >= count or (chosen and total + self.seconds[test] > limit):
-                break
-            chosen.append(test)
-            total += self.seconds[test]
-        return chosen, total
+        chosen, left, total = [], [], 0.0
+        for test in tests:
+            fits = len(chosen) < count and (not chosen or total + self.seconds[test] <= limit)
+            (chosen if fits else left).append(test)
+            total += self.seconds[test] * fits
+        return chosen, left, total
 
 
 def judge(mutant, copy, choice):
     """Return the test that kills a mutant, or ""."""
     text = changed(mutant, (ROOT / "distgpt" / mutant.file).read_bytes())
-    tests, begin = choice.of(mutant.file, mutant.function), 0
+    left = choice.of(mutant.file, mutant.function)
     for most in FIRST, MORE:
-        chosen, seconds = choice.cut(tests, most, begin)
-        begin += len(chosen)
+        chosen, left, seconds = choice.cut(left, most)
         if chosen and (killer := copy.kills(chosen, 90 + 6 * seconds, mutant.file, text)):
             return killer
     return ""

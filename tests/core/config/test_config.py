@@ -21,7 +21,7 @@ from distgpt.core.config import (
     settings_of,
 )
 from distgpt.core.config.presets import PRESETS, preset
-from distgpt.core.config.run_request import PRETRAINED, asked_for, resolve
+from distgpt.core.config.run_request import PRETRAINED, asked_for, resolve, resumed
 from distgpt.core.config.setting import LARGEST_INT
 from distgpt.core.model.optim import SCHEDULES, learning_rate
 from hypothesis import given
@@ -246,13 +246,13 @@ def test_values_are_valid_up_to_limits():
 
 
 @pytest.mark.parametrize("text, hint", [
-    ("steps = ", "not valid TOML"),
+    ("steps = ", "not valid TOML: Invalid"),
     ("[train]\nn_layer = 2", r"\[train\] has no setting 'n_layer'"),
     ("[train]\nbtach_tokens = 2", "did you mean 'batch_tokens'"),
     ("[modell]\nn_layer = 2", "modell"),
     ("[model]\nn_layr = 2", "did you mean 'n_layer'"),
     ("data = " + "[" * 3000 + "]" * 3000, "nested too deeply"),
-    ("steps = " + "9" * 5000, "not valid TOML"),
+    ("steps = " + "9" * 5000, "not valid TOML: a number has too many digits"),
     ("# " + "long" * 100_000, "longer than"),
 ], ids=range(8))  # fmt: skip
 def test_invalid_toml_files_are_rejected(text, hint):
@@ -287,6 +287,8 @@ def test_default_warmup_fits_short_runs(tmp_path):
 
     assert (warmup(), warmup(steps=600), warmup(steps=40), warmup(steps=1)) == (120, 120, 8, 0)
     assert warmup(steps=40, warmup=30) == warmup("warmup = 30", steps=40) == 30
+    shorter = asked_for({"steps": 40}, "tiny-adamw", None)
+    assert resumed(preset("tiny-adamw"), shorter).train.warmup == 8
 
 
 def test_removed_settings_matter_only_at_other_values():

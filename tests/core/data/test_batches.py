@@ -110,8 +110,10 @@ def test_global_batch_is_equal_for_any_ranks(each, size, grad_accum, step):
 
 def test_sample_takes_evenly_spaced_pieces():
     tokens = np.arange(3 * SAMPLE_PIECE, dtype=np.uint32)
+    for whole_text in (tokens, tokens[7:]):
+        batches = Batches(ArrayTokens(whole_text), 16, 4, SEED)
+        assert np.array_equal(batches.sample(len(whole_text)), whole_text)
     batches = Batches(ArrayTokens(tokens), 16, 4, SEED)
-    assert np.array_equal(batches.sample(len(tokens)), tokens)
     for most, begins in ((2 * SAMPLE_PIECE, [0, 2 * SAMPLE_PIECE]), (1000, [0]), (SAMPLE_PIECE, [0])):
         found = batches.sample(most).reshape(len(begins), -1)
         assert found.size == most and found[:, 0].tolist() == begins
@@ -186,7 +188,7 @@ def test_data_errors_are_raised_on_all_ranks(tmp_path):
     known.write_text(load_tokenizer("word", "some").to_json())
     for content, choice, kind, message in (
         (None, "char", DataError, "cannot read"),
-        ("x", "char", DataError, "1 token"),
+        ("x", "char", DataError, "has only 1 token; at least 2"),
         (" \t ", "word", DataError, "0 token"),
         ("", "byte", DataError, "is empty"),
         ("some text", "chra", UsageError, "did you mean 'char'"),
