@@ -44,7 +44,7 @@ def test_estimate_gives_ranks_a_thread_per_core(monkeypatch):
     """The node has 128 cores with two CPUs each and eight ranks."""
     opened = []
     layout = SimpleNamespace(share=lambda cores, ranks, grants=None: int(cores / 2))
-    monkeypatch.setattr(estimating, "layout", lambda: layout)
+    monkeypatch.setattr(estimating, "affinity", lambda: layout)
     monkeypatch.setattr(estimating, "usable_cores", lambda: range(256))
     monkeypatch.setattr(estimating, "open_stage", lambda name, threads, gpu: opened.append(threads) or 1 / 0)
     with pytest.raises(ZeroDivisionError):

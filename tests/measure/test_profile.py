@@ -161,7 +161,17 @@ def test_profile_rejects_unwritable_out_before_steps(tmp_path):
 
 WAYS = ("forward", "backward into input", "backward into weights")
 # Methods that allocate, read or organize work.
-NO_OPERATIONS = {"zeros", "accum_zeros", "scalars", "integers", "to_host", "later", "free_memory", "record", "between"}
+NO_OPERATIONS = {
+    "zeros",
+    "accum_zeros",
+    "scalars",
+    "integers",
+    "to_host",
+    "to_host_async",
+    "free_memory",
+    "record",
+    "between",
+}
 NO_OPERATIONS |= {"agree", "orthogonalise_bytes", "each", "run_together", "join"}
 
 

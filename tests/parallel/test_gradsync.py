@@ -250,7 +250,7 @@ def test_modes_match_one_allreduce(ranks, per_node, wire, monkeypatch):
         config = replace(CONFIG, grad_sync=mode, gradient_dtype=wire)
         found = on_all_ranks(ranks, lambda comm, c=config: trained(comm, c), per_node)
         if mode == "allreduce" and wire == "float32" and per_node == ranks > 1:
-            assert found[0][0].exchange.name == "shared memory"
+            assert found[0][0].gradient_sync.name == "shared memory"
         for (work, (*_, weights), read), (known, (*_, wanted), known_read) in zip(found, packed, strict=True):
             assert (weights == found[0][1][-1]).all()
             in_order = ranks <= 2 or (mode == "allreduce" and per_node == ranks)

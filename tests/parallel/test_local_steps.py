@@ -83,7 +83,7 @@ def test_rounds_match_the_formula(ranks):
 def test_ended_round_ends_once():
     def act(comm):
         work, seen, _ = trained(comm, LOCAL, 4)
-        work.exchange.end_round(4)
+        work.gradient_sync.end_round(4)
         return (work.model.weights.flat == seen[-1]).all()
 
     assert on_all_ranks(2, act) == [True] * 2
@@ -194,7 +194,7 @@ def test_pace_includes_the_exchange():
 
 def test_changes_are_summed_in_shared_memory(monkeypatch):
     def act(comm):
-        exchange = steps_of(comm, LOCAL).exchange
+        exchange = steps_of(comm, LOCAL).gradient_sync
         return exchange.name, type(exchange.changes).__name__
 
     assert on_all_ranks(2, act) == [("shared memory", "SharedSum")] * 2

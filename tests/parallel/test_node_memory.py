@@ -79,7 +79,7 @@ def test_ranks_without_shared_memory_use_mpi(monkeypatch, call, error, words):
     gc.collect()
     assert open_files() == descriptors
     for work, *_ in on_all_ranks(2, trained):
-        assert work.exchange.name == "allreduce"
+        assert work.gradient_sync.name == "allreduce"
 
 
 def test_nodes_share_memory_only_if_all_can(monkeypatch):

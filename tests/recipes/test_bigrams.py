@@ -132,7 +132,7 @@ def test_bigrams_use_threads_of_waiting_ranks(size, cores, is_async, threads, mo
     kernels = CpuKernels(threads=3)
     kernels.capabilities = replace(kernels.capabilities, is_async=is_async)
     model = SimpleNamespace(kernels=kernels, config=ModelConfig(), initial=lambda seed: ())
-    monkeypatch.setattr(setup, "layout", Bound)
+    monkeypatch.setattr(setup, "affinity", Bound)
     monkeypatch.setattr(setup, "learned_first", lambda config, t: learned)
     monkeypatch.setattr(setup, "granted_cores", lambda: Cores(2.0))
     state = SimpleNamespace(optimizer=SimpleNamespace(model=model), begin=lambda: None)

@@ -24,7 +24,7 @@ def public(cls):
 
 
 ALLOCATE = {"zeros", "accum_zeros", "scalars"}
-HOST = {"integers", "to_host", "later", "put", "cast_down", "free_memory", "between", "agree"}
+HOST = {"integers", "to_host", "to_host_async", "put", "cast_down", "free_memory", "between", "agree"}
 PLAIN = {"sort_tokens", "subtract", "move_cached", "topk_logits", "drawn", "add_up"}
 INHERITED = {CpuKernels: ALLOCATE | HOST | PLAIN, CudaKernels: ALLOCATE | {"each", "run_together"}}
 

@@ -34,7 +34,10 @@ def groups(value):
 
 def save(directory, step, value=None, keep=3, **state):
     return saving.save_checkpoint(
-        directory, groups(step if value is None else value), saving.State(step, **state), partial(saving.beyond, keep)
+        directory,
+        groups(step if value is None else value),
+        saving.State(step, **state),
+        partial(saving.expired_checkpoints, keep),
     )
 
 
@@ -299,7 +302,7 @@ def test_full_disk_and_file_in_the_way_are_storage_errors(directory, tmp_path):
         file_size_limit(1 << 16),
         pytest.raises(StorageError, match=r"cannot write .*weights\.safetensors: File too large"),
     ):
-        saving.save_checkpoint(directory, big, saving.State(2), partial(saving.beyond, 1))
+        saving.save_checkpoint(directory, big, saving.State(2), partial(saving.expired_checkpoints, 1))
     assert names(directory) == ["step-00000001"] and saving.latest_valid_checkpoint(directory)[1] == []
     (tmp_path / "file").touch()
     with complains("cannot save checkpoint", kind=StorageError):
