@@ -82,7 +82,7 @@ class StudyOptions(BenchOptions):
 
 @click.command("forward_study.py", help=__doc__, context_settings={"show_default": True})
 @together(
-    click.option("--measure", "measure_only", is_flag=True, hidden=True),  # for child processes
+    click.option("--measure", "measure_only", is_flag=True, hidden=True),  # set for child processes
     result_options(name=""),
     click.option(
         "--patience",

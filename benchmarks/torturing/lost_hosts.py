@@ -423,7 +423,7 @@ KINDS = {
     "a host is switched off": Kind(power_off, often=10),
     "sshd ends": Kind(no_sshd, has_not_restarted, often=6),
     "sshd ends, and a rank is killed": Kind(no_sshd_and_kill, often=6),
-    "the supervisor is asked to end": Kind(ask_to_end, has_saved),
+    "the supervisor gets SIGTERM": Kind(ask_to_end, has_saved),
     "the disk is full": Kind(fill_disk, has_said_disk, often=4, on_disk=True),
     "it always fails at a step": Kind(nothing, has_given_up, often=4, is_sick=True),
 }

@@ -32,7 +32,7 @@ def tables(head: dict[str, Any], rows: Rows) -> str:
         f"{len(rows):,} trials of seed {head['seed']} in {sum(row['seconds'] for row in rows) / 3600:.2f} h, "
         f"commit {environment.get('commit')}, {environment['processor']}, {environment['cores']} cores.",
         "",
-        "| done to a run | trials | interrupted | refused | something wrong | seconds lost: median | p99 |",
+        "| done to a run | trials | interrupted | rejected | something wrong | seconds lost: median | p99 |",
         "|---|---|---|---|---|---|---|",
     ]
     kinds = list(dict.fromkeys(row["kind"] for row in rows))

@@ -136,7 +136,7 @@ class _Telling:
             and fault.what == "nothing"
             and any(words in done.errors for words in IN_USE)
         ):
-            self.wrong.append(f"refused: {done.errors.strip().splitlines()[-1][:300]}")
+            self.wrong.append(f"rejected: {done.errors.strip().splitlines()[-1][:300]}")
             wrong = []
         self.wrong += wrong
         row = {
@@ -161,13 +161,13 @@ class _Telling:
         name = self.damaged.partition(":")[0]
         intact = any(not wrong for wrong in self.seen.saved.values())
         if name.startswith("checkpoints/") and intact:
-            self.wrong.append(f"refused: although a checkpoint is intact: {self.refused}")
+            self.wrong.append(f"rejected although a checkpoint is intact: {self.refused}")
         elif (
             name.rpartition("/")[2]
             in ("metrics.jsonl", "best.safetensors", "weights.safetensors", "summary.json")
             and intact
         ):
-            self.wrong.append(f"refused: because of an unneeded file: {self.refused}")
+            self.wrong.append(f"rejected because of an unneeded file: {self.refused}")
 
     def _judge_the_end(self) -> None:
         ranks = {self.trial.ranks[min(n, len(self.trial.ranks) - 1)] for n in range(len(self.done))}

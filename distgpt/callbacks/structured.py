@@ -69,7 +69,7 @@ class JsonStream:
         *lines, self._begun = (self._begun + text).split("\n")
         for line in lines:
             if line.strip():
-                self.plain.write(self.log.told(line, self._is_error))  # in one call: other ranks write
+                self.plain.write(self.log.told(line, self._is_error))  # one call: other ranks also write
         return len(text)
 
 

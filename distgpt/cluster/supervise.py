@@ -86,7 +86,7 @@ def parse(words: Sequence[str]) -> LaunchLine:
     if (train := next(result, None)) is None:
         raise UsageError("pass the launch line after --, such as -- mpirun -n 8 -f hosts distgpt train …")
     if ":" in words:
-        raise UsageError("only one program can be supervised; omit the : and the programs after it")
+        raise UsageError("only one program can be supervised; remove the : and the programs after it")
     begin = train - 3 if train > 2 and words[train - 2] in ("-m", "-P") else train - 1  # python -m distgpt
     launcher: list[str] = []
     for word in words[:begin]:
@@ -101,7 +101,7 @@ def parse(words: Sequence[str]) -> LaunchLine:
         raise UsageError(f"{named} is not supported; list the hosts in a file: mpirun -n 8 -f hosts …")
     ranks = launcher[at["ranks"]] if "ranks" in at else "1" if mpirun is None else ""
     if not ranks.isdecimal() or not int(ranks):
-        raise UsageError("set the number of ranks, such as mpirun -n 8 …")
+        raise UsageError("the launch line has no number of ranks; set it, such as mpirun -n 8 …")
     program, command = tuple(words[begin:train]), tuple(words[train:])
     name = None if mpirun is None else launcher[mpirun]
     return LaunchLine(tuple(launcher), program, command, name, at, int(ranks))

@@ -68,7 +68,9 @@ def to_options(kind: type[T], given: dict[str, Any]) -> T:
 
 
 def preset_option(default: str) -> Callable[[F], F]:
-    return click.option("--preset", default=default, shell_complete=presets, help="Named configuration.")
+    return click.option(
+        "--preset", default=default, shell_complete=presets, help="Named configuration (tiny, gpt2, …)."
+    )
 
 
 # The programs in benchmarks/ that measure other software share these options.
@@ -113,7 +115,9 @@ infer_options = together(
     ),
     click.option("--prompt", type=POSITIVE, default=256, help="Prompt length in tokens."),
     click.option("--new", type=click.IntRange(2), default=64, help="Tokens to generate."),
-    click.option("--rounds", type=POSITIVE, default=1, help="Measurements; the median is reported."),
+    click.option(
+        "--rounds", type=POSITIVE, default=1, help="Number of measurements; the median is reported."
+    ),
     result_options("the preset's"),
 )
 
@@ -132,11 +136,11 @@ def infer(**given: Any) -> None:
 @click.option("--stage", type=click.Choice(["mpi", "mpi-cuda"]), default="mpi")
 @launch_options
 @click.option("--sizes", metavar="BYTES,…", help="Array sizes, such as 8,64K,16M.")
-@click.option("--max-bytes", default="256M", help="Largest array if --sizes is not set.")
+@click.option("--max-bytes", default="256M", help="Size of the largest array if --sizes is not set.")
 @click.option(
     "--algorithms",
     metavar="NAME,…",
-    help="allreduce, shared memory, hierarchical; with mpi-cuda: nccl, host.",
+    help="Algorithms: allreduce, shared memory, hierarchical; with mpi-cuda: nccl, host.",
 )
 @click.option("--repeats", type=POSITIVE, default=30, help="Maximum repetitions per size.")
 @click.option("--seconds", type=FiniteRange(1), default=60.0, help="Approximate total time in seconds.")
@@ -145,7 +149,7 @@ def infer(**given: Any) -> None:
 def allreduce(**given: Any) -> None:
     """Measure Allreduce, as in every training step, by size and algorithm.
 
-    Starts the ranks itself, or uses those of the launcher that started it.
+    Starts the ranks itself, unless a launcher such as mpirun started it.
     """
     from distgpt.measure.bench import allreduce
 
@@ -157,15 +161,21 @@ def allreduce(**given: Any) -> None:
 @launch_options
 @click.option("--threads", type=Threads(), help="Threads per rank in CPU stages.")
 @click.option("--full", is_flag=True, help="Train 50 epochs of the course project instead of 21.")
-@click.option("--preset", shell_complete=presets, help="Train a named configuration instead (tiny, gpt2, …).")
+@click.option(
+    "--preset",
+    shell_complete=presets,
+    help="Train this preset instead of the course project (tiny, gpt2, …).",
+)
 @click.option("--config", type=PATH, help="Read settings from this TOML file.")
 @settings_but("--dtype")
 @setting_option("dtype", replace(SETTINGS["dtype"], undecided="", help=DTYPE_HELP), default=None)
-@click.option("--gpu-dtype", type=click.Choice(DTYPES), help="GPU stages' number format. [default: --dtype]")
+@click.option(
+    "--gpu-dtype", type=click.Choice(DTYPES), help="Number format of GPU stages. [default: --dtype]"
+)
 @click.option(
     "--tolerance",
     type=FiniteRange(0),
-    help="Maximum relative difference between losses. [default: by number format]",
+    help="Maximum relative difference between losses. [default: depends on the number format]",
 )
 @click.option(
     "--deterministic",

@@ -20,7 +20,10 @@ from distgpt.core.config import QUANTIZED_DTYPES
 VAL_FRACTION = 0.05
 _FIELD = "Field of a JSON line, or column of a table, with the text."
 _max_document = click.option(
-    "--max-document", default="64MB", type=SIZE, help="Maximum size of a JSON line or a text in a table."
+    "--max-document",
+    default="64MB",
+    type=SIZE,
+    help="Maximum size of a document: a JSON line or a table entry.",
 )
 _out_file = click.option("--out", type=PATH, required=True, help="Weights file to write.")
 
@@ -43,9 +46,9 @@ def data() -> None:
 @click.option(
     "--val-fraction",
     type=float,
-    help=f"Share of the tokens kept for validation, at most one shard.  [default: {VAL_FRACTION}]",
+    help=f"Fraction of the tokens held out for validation, at most one shard.  [default: {VAL_FRACTION}]",
 )
-@click.option("--val-shards", type=click.IntRange(0), help="Number of whole shards for validation.")
+@click.option("--val-shards", type=click.IntRange(0), help="Number of whole shards held out for validation.")
 @click.option(
     "--separator",
     default="auto",
@@ -72,7 +75,7 @@ def prepare(
 
     INPUT is a file, a directory, a bundled text, or - for text or JSON lines from standard input. From a
     directory, it reads all .txt, .md, .jsonl, .txt.gz, .jsonl.gz and .parquet files except hidden ones. It
-    shuffles the documents and draws validation documents from all of them. To resume after an interruption,
+    shuffles the documents and draws validation documents from all sources. To resume after an interruption,
     repeat the command.
     """
     if val_fraction is not None and settings["val_shards"] is not None:
@@ -132,8 +135,8 @@ def tokenizer() -> None:
 def tokenizer_train(inputs: tuple[str, ...], max_document: int, **options: Any) -> None:
     """Train a tokenizer on text and save it, for --tokenizer in other commands.
 
-    INPUT is a text file (.txt, .md), JSON lines (.jsonl), either also compressed (.gz), a table (.parquet), a
-    directory with such files, or a bundled text.
+    INPUT is a text file (.txt, .md), JSON lines (.jsonl), either one compressed (.gz), a table (.parquet), a
+    directory with these files, or a bundled text.
     """
     from distgpt.core.data.textfile import resolve_data
     from distgpt.corpora.prepare.tokenized import learn_file
@@ -145,7 +148,7 @@ def tokenizer_train(inputs: tuple[str, ...], max_document: int, **options: Any) 
 @click.argument("name_or_path", shell_complete=tokenizers)
 @click.option("--text", help="Text to tokenize. [default: a sample]")
 def tokenizer_info(name_or_path: str, text: str | None) -> None:
-    """Describe a tokenizer and show how it splits a text.
+    """Describe a tokenizer and show how it splits text.
 
     NAME_OR_PATH is byte, gpt2, hub:ORG/NAME, a tokenizer file, or a directory with one.
     """
@@ -189,7 +192,7 @@ def weights() -> None:
 @click.argument("source", metavar="SOURCE", shell_complete=names_or_files("hub:"))
 @_out_file
 @click.option("--tokenizer", shell_complete=tokenizers, help="byte, gpt2, or a path. [default: the model's]")
-@click.option("--weights", type=PATH, help="For a PEFT adapter: its base model, already imported.")
+@click.option("--weights", type=PATH, help="Imported base model of a PEFT adapter.")
 def import_(source: str, out: Path, tokenizer: str | None, weights: Path | None) -> None:
     """Import a GPT-2, Llama, Mistral, Qwen 2 or Qwen 3 model from transformers or llama.cpp.
 

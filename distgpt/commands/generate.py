@@ -38,7 +38,7 @@ from distgpt.inference.serving.limits import LIMITS, Limits, ListenOn
 
 def dtype_option(auto: str) -> Callable[[F], F]:
     """Add --dtype for a model in inference. `auto` describes its default for unquantized weights."""
-    of = f"Compute in this number format. auto: what the weights are rounded to; of others {auto}."
+    of = f"Compute in this number format. auto: the format the weights are rounded to; otherwise {auto}."
     return click.option("--dtype", type=click.Choice(INFERENCE_DTYPES), default=AUTO_DTYPE, help=of)
 
 
@@ -47,8 +47,12 @@ adapter_option = click.option("--adapter", type=PATH, help="Adapter to merge, or
 # The fields of ModelSpec.
 model_options = together(
     click.option("--weights", type=PATH, help="Weights file, run, or hub:ORG/NAME. [default: a sample]"),
-    dtype_option("bfloat16 where that is faster, else float32"),
-    click.option("--context", type=POSITIVE, help="Context length (not with learned positions)."),
+    dtype_option("bfloat16 if it is faster, float32 if not"),
+    click.option(
+        "--context",
+        type=POSITIVE,
+        help="Context length in tokens, except with learned positions. [default: the model's]",
+    ),
     click.option("--cache-memory", type=SIZE, help="KV cache limit. [default: half of free memory]"),
     adapter_option,
 )
@@ -78,7 +82,7 @@ def announce_sample(weights: Path | None, rank: int) -> None:
 @click.option(
     "--prompts",
     type=PATH,
-    help='File with a prompt per line, such as {"prompt": "Once", "max_new_tokens": 9}.',
+    help='File with a JSON object per line, such as {"prompt": "Once", "max_new_tokens": 9}.',
 )
 @click.option("--out", type=PATH, help="Output file of --prompts. An existing one is resumed.")
 @request_options(max_new_tokens=200, temperature=DEFAULT_TEMPERATURE)
@@ -199,13 +203,13 @@ def serve(
 
 # The benchmarks of inference/evaluation/questions.py, and the file for each option.
 BENCHMARKS = {
-    "hellaswag": "HellaSwag, as hellaswag_val.jsonl.",
-    "arc_easy": "ARC's easy questions, as ARC-Easy-Test.jsonl.",
-    "arc_challenge": "ARC's challenge, as ARC-Challenge-Test.jsonl.",
-    "piqa": "PIQA, as valid.jsonl, with valid-labels.lst beside it.",
-    "winogrande": "WinoGrande, as dev.jsonl.",
-    "lambada": "LAMBADA, a text on each line, or JSON lines.",
-    "mmlu": "MMLU, a folder with dev/ and test/.",
+    "hellaswag": "HellaSwag file, such as hellaswag_val.jsonl.",
+    "arc_easy": "ARC Easy file, such as ARC-Easy-Test.jsonl.",
+    "arc_challenge": "ARC Challenge file, such as ARC-Challenge-Test.jsonl.",
+    "piqa": "PIQA file, such as valid.jsonl, next to valid-labels.lst.",
+    "winogrande": "WinoGrande file, such as dev.jsonl.",
+    "lambada": "LAMBADA file, one document or JSON object per line.",
+    "mmlu": "MMLU directory with dev/ and test/.",
 }
 
 
@@ -217,9 +221,13 @@ BENCHMARKS = {
 @together(
     *(click.option(f"--{name.replace('_', '-')}", type=PATH, help=of) for name, of in BENCHMARKS.items())
 )
-@click.option("--chats", is_flag=True, help="Read --val as chats, as in tune, and count only the answers.")
+@click.option("--chats", is_flag=True, help="Read --val as chats, like tune, and evaluate only the answers.")
 @click.option("--val-tokens", type=click.IntRange(0), default=0, help="Tokens of --val to use; 0: all.")
-@click.option("--context", type=POSITIVE, help="Context length (not with learned positions).")
+@click.option(
+    "--context",
+    type=POSITIVE,
+    help="Context length in tokens, except with learned positions. [default: the model's]",
+)
 @dtype_option("float32")
 @setting_option("matmul", SETTINGS["matmul"], default="auto")
 @json_option

@@ -50,13 +50,17 @@ _AS_TYPED = {"allow_interspersed_args": False}
     "--node",
     "described",
     metavar="SHAPE",
-    help="Shape of a node: NUMA domains x cores, such as 8x16; here: like this machine. One rank per domain.",
+    help="NUMA domains x cores per domain, such as 8x16. here: like this machine. One rank per domain.",
 )
-@click.option("--ranks-per-node", type=POSITIVE, help="[default: one per GPU or NUMA domain, or 1]")
+@click.option(
+    "--ranks-per-node",
+    type=POSITIVE,
+    help="Ranks per node. [default: number of its GPUs or NUMA domains, or 1]",
+)
 @click.option(
     "--cpus-per-task",
     type=POSITIVE,
-    help="CPUs and threads per rank. [default: its share of --node; with GPUs 4; otherwise 1]",
+    help="CPUs and threads per rank. [default: equal share of --node; 4 with GPUs; otherwise 1]",
 )
 @click.option("--gpus-per-node", type=POSITIVE, help="GPUs per node.")
 @_its("--memory", metavar="SIZE", help="Memory per node, such as 64G. [default: the site's]")
@@ -70,9 +74,9 @@ _AS_TYPED = {"allow_interspersed_args": False}
 @click.option(
     "--mpi",
     help="Slurm: pmi2 or pmix; Flux: simple or pmix; otherwise mpich, openmpi, intel or pals."
-    " [default: that of mpi4py]",
+    " [default: chosen by mpi4py's MPI]",
 )
-@click.option("--name", help="Name of the job and its logs. [default: that of the run directory]")
+@click.option("--name", help="Name of the job and its logs. [default: the run directory's name]")
 @_its(
     "--array",
     metavar="NUMBERS",
@@ -83,9 +87,11 @@ _AS_TYPED = {"allow_interspersed_args": False}
     metavar="WORDS",
     help='Command prefix, such as "numactl -l"; may include distgpt: "apptainer exec image.sif distgpt".',
 )
-@click.option("--setup", multiple=True, metavar="LINE", help='Shell line to run first: "module load gcc".')
 @click.option(
-    "--directive", "lines", multiple=True, metavar="OPTION", help='Batch option: "--partition=gpu".'
+    "--setup", multiple=True, metavar="LINE", help='Shell line to run first, such as "module load gcc".'
+)
+@click.option(
+    "--directive", "lines", multiple=True, metavar="OPTION", help='Batch option, such as "--partition=gpu".'
 )
 @click.option("--successor", is_flag=True, help="Continue in a new job instead of requeueing this one.")
 @click.option("--exclusive", is_flag=True, help="Request whole nodes; with --node, also bind ranks to cores.")
@@ -308,9 +314,11 @@ def _submit(text: bytes, system: System, job: Job, numbers: list[int]) -> None:
     context_settings=_AS_TYPED,
     example="distgpt supervise -- mpirun -n 8 -f hosts distgpt train --stage mpi --out runs/mine",
 )
-@click.option("--min-ranks", type=POSITIVE, default=1, help="Wait until hosts have this many slots.")
+@click.option("--min-ranks", type=POSITIVE, default=1, help="Wait until the hosts have at least N slots.")
 @click.option("--restarts", type=click.IntRange(0), help="Maximum number of restarts. [default: no limit]")
-@click.option("--stall", type=TIME, help="Also restart after this long without a step. [default: never]")
+@click.option(
+    "--stall", type=TIME, help="Also restart if no step ends within this time, such as 15m. [default: never]"
+)
 @_line(metavar="-- LAUNCH LINE")
 def supervise(min_ranks: int, restarts: int | None, stall: float | None, words: tuple[str, ...]) -> None:
     """Train, and restart after losing a rank or host.

@@ -120,7 +120,7 @@ def profile(
     out: Path,
     **flags: Any,
 ) -> None:
-    """Show where a training step's time goes.
+    """Measure the time of each operation in a training step.
 
     Accepts the settings of distgpt train and runs --steps steps. Reports the time of each kind of operation,
     the speed of its matmuls, and their share of this machine's measured peak, as a table and in profile.json.

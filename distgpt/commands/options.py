@@ -165,7 +165,7 @@ set_option = option(
     multiple=True,
     metavar="NAME=VALUE",
     callback=parsed_settings,
-    help="Set any setting, including those without an option (distgpt help settings); may be repeated.",
+    help="Set any setting, even without an option of its name (distgpt help settings); may be repeated.",
 )
 
 
@@ -184,7 +184,7 @@ def set_by_user(flags: Mapping[str, Value | Values | None]) -> Values:
     for name, value in flags.items():
         given = value if isinstance(value, dict) else {} if value is None else {name: value}
         if twice := result.keys() & given.keys():
-            raise UsageError(f"{min(twice)} is set twice: by --set and by an option")
+            raise UsageError(f"{min(twice)} is set twice, by --set and by an option")
         result |= given
     return result
 

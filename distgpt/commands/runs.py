@@ -28,9 +28,9 @@ _SORTED_BY = ("name", "steps", "state", "loss", "validation", "bits-per-byte", "
 def runs(directory: Path, sort: str, reverse: bool, as_json: bool) -> None:
     """List the runs in a directory. [default: runs]
 
-    Validation is the lowest loss so far. Bits per byte compare runs with different tokenizers. A sweep is one
-    row with the results of its best run; pass its directory to list all runs. A narrow terminal shows fewer
-    columns.
+    The validation column has the lowest loss. Bits per byte compare runs with different tokenizers. A sweep
+    is one row with the results of its best run; pass its directory to list all runs. A narrow terminal shows
+    fewer columns.
     """
     from distgpt.show.runs import list_runs, render_terminal
 

@@ -97,7 +97,9 @@ def write_json(context: click.Context, *how: str) -> None:
 )
 @_trouble("--stall-abort", type=TIME, help="Save and exit with 75 after this stall. [default: never]")
 @_display("--progress", type=click.Choice(["auto", "live", "plain"]), default="auto")
-@_display("--log-lines", type=TIME, help="Time between lines. [default: 2s, then 10s; in a batch job 30s]")
+@_display(
+    "--log-lines", type=TIME, help="Time between log lines. [default: 2s, then 10s; in a batch job 30s]"
+)
 @_display(
     "--log-format",
     type=click.Choice(["plain", "json"]),
@@ -106,12 +108,12 @@ def write_json(context: click.Context, *how: str) -> None:
     callback=_begin_log,
     help="Log format: plain text, or a JSON object per line with time, level, host, rank and event.",
 )
-@_display("--tensorboard", is_flag=True, help="Write TensorBoard events into the run directory.")
+@_display("--tensorboard", is_flag=True, help="Write TensorBoard events to the run directory.")
 @_display("--metrics-textfile", type=PATH, help="Write Prometheus metrics to this file (.prom) or directory.")
 @_display(
     "--metrics-port",
     metavar="[ADDRESS:]PORT",
-    help="Serve Prometheus metrics here, on rank 0. [address: 127.0.0.1]",
+    help="Serve Prometheus metrics at this address on rank 0. [default address: 127.0.0.1]",
 )
 @option(
     "--components",
@@ -134,7 +136,7 @@ def train(
     """Train a model.
 
     Settings come from the defaults, then --preset, then --config, then options. A resumed run keeps its
-    settings, except those set by options.
+    settings unless options change them.
     """
     display = {name: flags.pop(name) for name in SHOWN}
     gpu, request = asked_by(stage, gpu, flags)

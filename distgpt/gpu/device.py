@@ -73,7 +73,7 @@ class CupyDevice:
         self.place = f"{boot_id() or platform.node()} {uuid or self._cuda.runtime.deviceGetPCIBusId(index)}"
         self.recording = False
         self._graphs = graphs
-        self._cut: list[tuple[Any, Work]] = []  # of the current recording: graphs, and the calls after them
+        self._cut: list[tuple[Any, Work]] = []  # graphs of the current recording, and the calls after each
         self._under_way: deque[tuple[Any, Any]] = deque()  # events, and memory needed until then
         self._modules: dict[Kind, Any] = {}
         self._functions: dict[tuple[str, str, tuple[str, ...]], Any] = {}

@@ -214,7 +214,7 @@ def missing_for_gpu(found: Found, dtype: str = "float32") -> list[Missing]:
     elif driver.problem:
         lacks(
             f"the NVIDIA driver does not start ({driver.problem})",
-            "if nvidia-smi fails too, ask the machine's administrator",
+            "if nvidia-smi also fails, ask the machine's administrator",
         )
     elif not driver.gpus:
         hidden = "" if found.visible is None else f" with CUDA_VISIBLE_DEVICES={found.visible!r}"

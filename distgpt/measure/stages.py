@@ -202,7 +202,7 @@ class Measured:
 
 VERSION = 1
 RUNNING, DONE, INTERRUPTED = "running", "done", "interrupted"
-UNFINISHED = "Interrupted: this contains only the measurements until then."
+UNFINISHED = "Interrupted: only the measurements before the interruption are included."
 
 
 # How far losses may differ

@@ -253,7 +253,7 @@ def refuse_other_base(adapter: Path, about: Description, weights: Path) -> None:
     """Raise a DataError if the adapter was trained for another model."""
     assert about.base
     if about.base.sha256 != base_of(weights).sha256:
-        raise DataError(f"{adapter} was trained for another model than {weights}: {about.base.file}")
+        raise DataError(f"{adapter} was trained for {about.base.file}, not for {weights}")
 
 
 def with_adapter(weights: Path, adapter: Path | None, comm: Comm) -> tuple[Path, Folding | None]:

@@ -87,7 +87,7 @@ def shared_rows(node: Comm, columns: int, dtype: np.dtype) -> Array:
     def open_and_map(file: _File) -> Array:
         if resource.getrlimit(resource.RLIMIT_AS)[0] != resource.RLIM_INFINITY:
             # Each rank maps all rows, which no estimate of a rank's memory includes.
-            raise UsageError("ulimit -v limits their mappings")
+            raise UsageError("ulimit -v limits their address space")
         opened = os.open(file.path, os.O_RDWR | os.O_CLOEXEC)
         try:
             about = os.fstat(opened)

@@ -82,8 +82,8 @@ def check(t: TrainConfig, ranks: int, on_gpu: bool) -> None:
         raise UsageError(f"--reproducible-parts ({parts}) must be a multiple of the ranks ({ranks})")
     if ranks > 1 and (t.grad_sync == "overlapped" or t.gradient_dtype != "float32"):
         raise UsageError(
-            f"{what} requires --grad-sync allreduce or sharded and --gradient-dtype float32; rounding in the "
-            "others depends on the number of ranks"
+            f"{what} requires --grad-sync allreduce or sharded and --gradient-dtype float32; the "
+            "other values round differently for each number of ranks"
         )
     if t.dtype == "float64" or t.matmul == "blas":
         raise UsageError(

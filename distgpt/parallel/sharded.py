@@ -120,7 +120,7 @@ class ShardedPlacement(Placement):
         k = model.kernels
         total = k.scalars(1)
         k.zero(total)  # used by `Sharded.compute_norm`
-        k.sum_squares(total, model.params.flat)  # for `is_finite`: masters are divided
+        k.sum_squares(total, model.params.flat)  # used by `is_finite`, since masters are divided
 
 
 class ShardedState(OptimizerState):

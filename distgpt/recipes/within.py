@@ -95,7 +95,7 @@ def with_clock(request: RunRequest, stage: Stage, say: Say) -> RunRequest:
 
 
 def _text(given: Mapping[str, Any]) -> tuple[Text, bool]:
-    """Return what is known of the text in advance, and whether part is held out. Only on rank 0."""
+    """Return the estimated facts of the text, and whether part is held out. Only on rank 0."""
     hard = difficulty(resolve_data(str(given.get("data", "corpus"))))
     return replace(text_of(given), difficulty=hard), holds_out(given)
 

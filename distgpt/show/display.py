@@ -52,7 +52,7 @@ class LineInPlace:
         self._shown = ""
 
     def _clear(self, columns: int) -> str:
-        """Return what clears the line, also if a narrower terminal has wrapped it."""
+        """Return the escape sequence that clears the line, even if a narrower terminal wrapped it."""
         wrapped = (len(self._shown) - 1) // columns
         return "\r" + f"\x1b[{wrapped}A" * (wrapped > 0) + "\x1b[J"
 
@@ -77,7 +77,7 @@ class Live(Lines):
         speed = f"{self._speed.rate:,.0f} tokens/s"
         words = [f"step {end.step(step)}", end.elapsed(), f"loss {metrics['loss']:.4f}", self._validation]
         words += [speed, end.left(step, self._speed.seconds)]
-        for spare in (self._validation, speed):  # what a narrow terminal omits first
+        for spare in (self._validation, speed):  # a narrow terminal omits these first
             if len("  ".join(filter(None, words))) >= get_terminal_size().columns:
                 words.remove(spare)
         self._line.show("  ".join(filter(None, words)))
@@ -166,7 +166,8 @@ class TensorBoard(Listener):
         try:
             self._library: Any = import_module("tensorboardX")
         except ImportError:
-            raise UsageError("--tensorboard requires pip install 'distgpt[tensorboard]'") from None
+            hint = "pip install 'distgpt[tensorboard]'"
+            raise UsageError(f"--tensorboard requires tensorboardX: {hint}") from None
         self._writer: Any = None
 
     def started(self, facts: Facts) -> None:

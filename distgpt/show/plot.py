@@ -68,7 +68,7 @@ class Curve(NamedTuple):
         return Curve(self.steps[self.steps > step], self.values[self.steps > step])
 
     def smoothed(self, count: int | None = None, average: Callable[[Array], Any] = np.mean) -> Array:
-        """Return the average of `count` neighbors of each value. None: of a fraction of the curve.
+        """Return the average of `count` neighbors of each value. None: a fixed fraction of the curve.
 
         At the steep start the window is smaller but symmetric. At the end it is cut off.
         """

@@ -30,8 +30,8 @@ from distgpt.show.plot import Curve, Run
 from distgpt.show.runs import TAIL, Listed, Records, fill, shown_steps
 
 POINTS = 500  # per curve
-SAMPLES = 3  # in total, but at least one per run
-IN_BROWSER, IN_FILE, LONGEST = 4.0, 15.0, 60.0  # seconds between two refreshes; a browser asks every 5
+SAMPLES = 3  # maximum in total, but at least one per run
+IN_BROWSER, IN_FILE, LONGEST = 4.0, 15.0, 60.0  # seconds between two refreshes; a browser reloads every 5
 SHARE = 120  # a refresh may take 1/120 of the time until the next one
 STALE = 60.0  # seconds without a step
 CURVES = ("loss", "train_bits_per_byte", "grad_norm", "tokens_per_s")
@@ -52,7 +52,7 @@ class Tail:
     before: bytes = b""  # the end of the bytes before the offset
 
     def read(self) -> Iterator[bytes]:
-        """Yield the complete lines after those of the last call."""
+        """Yield the complete lines since the last call."""
         with storage_errors("read", self.path), open_regular(self.path) as file:
             file.seek(self.offset - len(self.before))
             if file.read(len(self.before)) != self.before:

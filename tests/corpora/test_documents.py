@@ -247,7 +247,7 @@ BOMBS = {
     "in its dictionary": ({}, 8, MANY, "row 1, is longer than 1 MiB; raise --max-document", 40),
     "in a dictionary that pandas made": ({"typed": True}, 8, MANY, "row 1, is longer than 1 MiB", 40),
     "of prefixes": ({"use_dictionary": False, "column_encoding": {"text": "DELTA_BYTE_ARRAY"}}, 0.9, MANY, "", 8),
-    "plain": ({"use_dictionary": False}, 32, 1, "a text of row group 0 is longer than 1 MiB", 1),
+    "plain": ({"use_dictionary": False}, 32, 1, "an entry of row group 0 is longer than 1 MiB", 1),
 }
 
 

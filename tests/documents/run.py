@@ -6,7 +6,7 @@ A comment before a block changes how it is run:
   <!-- run with: train --steps 5; infer --max-new-tokens 9 -->     appended to each such command of distgpt
 
 A ```text block after it shows printed lines in order. Numbers, times and paths may differ, words must not;
-… replaces omitted text. The scratch directory has the files my.txt, held-out.txt, and the directory texts.
+… replaces omitted text. The scratch directory has my.txt, held-out.txt and the directory texts/.
 """
 
 from __future__ import annotations

@@ -102,7 +102,7 @@ class Cluster(Scheduler):
         return self.by_user(sys.executable, "-m", "distgpt", *words, cwd=folder)
 
     def submit(self, folder, *options, **how):
-        """Add a line by which MPICH starts remote ranks through PBS. An installed Grid Engine also has a qsub."""
+        """Add a line that makes MPICH start remote ranks through PBS. An installed Grid Engine also has a qsub."""
         starts = f"HYDRA_LAUNCHER=rsh HYDRA_LAUNCHER_EXEC={self.folder / 'remote-start'}"
         return super().submit(folder, "--setup", f"export PATH={self.prefix}/bin:$PATH {starts}", *options, **how)
 

@@ -189,7 +189,7 @@ _FAULTS = {
         ("the second halves are the first ones", '("%behind", True)', '("%behind", False)'),
         ("what lies behind A is read", "lanes_below(self._pairs)", "lanes_below(str(LANES))"),
     ],
-    ("core/cpu/matmul/blocked.py", "core/cpu/test_matmul.py -k add_to_what_is_there"): [
+    ("core/cpu/matmul/blocked.py", "core/cpu/test_matmul.py -k add_to_earlier_ones"): [
         (
             "gradients of weights start anew at every stretch",
             "flags = ACCUMULATE if low else accumulate",

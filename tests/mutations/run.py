@@ -223,7 +223,7 @@ class Choice:
             names = {name.rpartition(".")[2] for _, name in around if name}
             around = [place for name in names for place in self.names[name] if place not in reached]
             reached.update(around)
-        # What runs at import is recorded for no test but those that start a process.
+        # Code that runs at import is recorded only for tests that start a process.
         others = set(self.of_file[file])
         if not tests:
             for other in self.imported[file]:

@@ -1,4 +1,4 @@
-"""The page of `distgpt watch`: what is read of growing files, what it shows, and who may see it."""
+"""The page of `distgpt watch`: reading growing files, the content of the page, and access to it."""
 
 import errno
 import http.client
@@ -48,7 +48,7 @@ def append(folder, *lines, to="metrics.jsonl"):
 
 @pytest.fixture
 def no_wait(monkeypatch):
-    """Refresh whenever asked, whatever that takes."""
+    """Refresh at every request, however long it takes."""
     monkeypatch.setattr(watch, "SHARE", 0)
 
 
@@ -197,7 +197,7 @@ def test_100_000_steps_are_few_points_soon(tmp_path):
     taken = time.process_time() - begun
     found, spikes = seen.curves()["grad_norm"], seen.curves()["grad_norm high"]
     assert POINTS / 2 < len(found.steps) <= POINTS and spikes.values.max() == 50.0
-    assert 1.0 == found.values.min() < found.values.max() < 1.5  # and no NaN
+    assert 1.0 == found.values.min() < found.values.max() < 1.5  # NaN would fail
     assert found.steps[0] < 300 and found.steps[-1] > 99_700
     append(folder, line(100_001))
     begun = time.process_time()
@@ -233,7 +233,7 @@ def test_runs_are_overlaid_and_new_ones_join(tmp_path, no_wait):
     assert "<h1>3 runs</h1>" in body and row(body, "c")["step"] == "1/1,000" and "bits per byte" in body
 
 
-def test_a_running_run_shows_its_state_and_what_is_left(tmp_path, no_wait):
+def test_a_running_run_shows_state_and_remaining_time(tmp_path, no_wait):
     folder = run(tmp_path / "run", range(1, 101))
     page, lock = Watch([folder], 0.0), RunLock(folder)
     lock.claim()

@@ -22,7 +22,7 @@ SECONDS_TO_END = 5.0  # between SIGTERM and SIGKILL
 TIMED_OUT = 124
 OUR_LINE = "distgpt: "  # prefix of distgpt's error lines
 MPICH_RANK = "EXIT STRING: "  # prefix of the line in which MPICH's mpirun reports how a rank was killed
-_LAUNCHERS_NOISE = ("=", "This typically refers to", "Please see the FAQ")  # by MPICH, if a rank died
+_LAUNCHERS_NOISE = ("=", "This typically refers to", "Please see the FAQ")  # printed by MPICH
 
 # Variables that launchers set for a rank. OMPI_MCA_*, PMIX_MCA_* and similar are the user's settings.
 _OF_A_RANK = (

@@ -61,8 +61,8 @@ class Job:
         return max(1, min(SECONDS_TO_SAVE, int(self.seconds / 4)))
 
 
-# By the value of --mpi: vendors whose MPI an mpiexec starts, its options, and options for bound and for free
-# ranks. By default Open MPI binds each rank to one core, which all its threads would share.
+# Values of --mpi, with the vendors whose MPI this mpiexec starts, its options, and options for bound and for
+# free ranks. By default Open MPI binds each rank to one core, which all its threads would share.
 LAUNCHERS = {
     "mpich": (("MPICH", "MVAPICH", "MVAPICH2"), "-n {ranks} -ppn {each}", " -bind-to core:{cpus}", ""),
     "openmpi": (
@@ -86,7 +86,7 @@ def mpiexec(job: Job) -> str:
     own = own_mpirun()
     # An mpiexec of a different MPI would reject these options.
     program = shlex.quote(own) if own and mpirun(own)["vendor"] in vendors else "mpiexec"
-    options += bound if job.counts_cores and job.exclusive else free  # else other jobs get the same cores
+    options += bound if job.counts_cores and job.exclusive else free  # if not, other jobs get the same cores
     return f"{program} " + options.format(ranks=job.ranks, each=job.ranks_per_node, cpus=job.cpus_per_task)
 
 
@@ -316,8 +316,8 @@ Submit it with qsub, whose options
         slots = job.nodes * job.cpus_per_node
         if job.memory:
             raise UsageError(
-                "--memory: the resource's name depends on the site; use --directive, such as"
-                ' "-l h_vmem=4G" per slot'
+                "--memory: the name of this resource depends on the site; request memory per slot with"
+                ' --directive, such as "-l h_vmem=4G"'
             )
         numbers, most = _one_range(job.array, "Grid Engine")
         return [

@@ -228,5 +228,5 @@ def read_small(path: Path, limit: int = LARGEST_JSON) -> bytes:
             content += piece
     if len(content) > limit:
         known = "; the largest known tokenizers have 35 MB" if limit == LARGEST_JSON else ""
-        raise DataError(f"{path} is larger than {size(limit)}, the limit for such files{known}")
+        raise DataError(f"{path} is larger than {size(limit)}, the limit for these files{known}")
     return bytes(content)

@@ -55,7 +55,7 @@ class ModelConfig:
     """
 
     vocab_size: int = of_model(
-        0, "Vocabulary size, at least that of the tokenizer. 0: the tokenizer's.", low=0, most=1 << 24
+        0, "Vocabulary size, at least the tokenizer's. 0: the tokenizer's.", low=0, most=1 << 24
     )
     seq_len: int = of_model(128, "Context length: tokens per sequence.", low=1, most=1 << 20)
     n_layer: int = of_model(4, "Transformer layers.", low=1, most=1000)
@@ -71,14 +71,14 @@ class ModelConfig:
     mlp: str = of_model("gelu", "Activation function of the MLP.", choices=ACTIVATIONS)
     # A gated MLP has three matrices of width 8/3 n_embd, with as many parameters as two of width 4 n_embd.
     mlp_width: int = of_model(
-        0, "Width inside the MLP. 0: 4 n_embd, or 8/3 n_embd for swiglu.", low=0, most=1 << 19
+        0, "Hidden size of the MLP. 0: 4 n_embd, or 8/3 n_embd for swiglu.", low=0, most=1 << 19
     )
     positions: str = of_model("learned", "Position encoding.", choices=POSITIONS)
     rope_base: float = of_model(10_000.0, "Base of the RoPE frequencies; larger for longer contexts.", low=1)
     rope_scaling: str = of_model(
         "none",
-        "Extend the context by dividing RoPE frequencies by rope_factor: all of them (linear) or only low"
-        " ones (llama3, as in Llama 3.1).",
+        "Extend the context: linear divides all RoPE frequencies by rope_factor, llama3 only low ones"
+        " (Llama 3.1).",
         choices=("none", "linear", "llama3"),
     )
     rope_factor: float = of_model(8.0, "With rope_scaling: factor that divides the RoPE frequencies.", low=1)
@@ -87,12 +87,12 @@ class ModelConfig:
     )
     rope_slow: float = of_model(
         1.0,
-        "With rope_scaling llama3: scale frequencies with fewer rotations in rope_context.",
+        "With rope_scaling llama3: divide frequencies with fewer than N rotations in rope_context.",
         low=0,
     )
     rope_fast: float = of_model(
         4.0,
-        "With rope_scaling llama3: keep frequencies with more rotations in rope_context.",
+        "With rope_scaling llama3: keep frequencies with more than N rotations in rope_context.",
         above=0,
     )
     qk_norm: bool = of_model(False, "Normalize the queries and keys of each head.")
@@ -234,7 +234,7 @@ class TrainConfig:
     tokenizer: str = of_data(
         "auto",
         "Tokenizer: byte, char, word, bpe:N (N entries, learned from the data), gpt2, hub:ORG/NAME, or a"
-        " path. auto: that of --init or the shards; otherwise byte.",
+        " path. auto: the tokenizer of --init or the shards; otherwise byte.",
         first=True,
     )
     verify_data: bool = of_data(
@@ -280,7 +280,7 @@ class TrainConfig:
     )
     within_minutes: float = of_schedule(
         0.0,
-        "Time given by --within. train_minutes is shorter if the text is too short for it.",
+        "Minutes set by --within. train_minutes is shorter if the text is too short.",
         low=0,
         most=1e7,
     )
@@ -333,7 +333,7 @@ class TrainConfig:
     seed: int = of_computing(1337, "Seed of the initial weights and the data order.", low=0, most=2**63 - 1)
     dtype: str = of_computing(
         "float32",
-        "Number format for computing. auto: bfloat16 if it is at least a third faster; otherwise float32.",
+        "Number format for computing. auto: bfloat16 if it is at least 33% faster; otherwise float32.",
         choices=DTYPES,
         changeable=True,
         first=True,
@@ -349,8 +349,8 @@ class TrainConfig:
     grad_sync: str = of_ranks(
         "allreduce",
         "Gradient synchronization (mpi, mpi-cuda). allreduce: after the backward pass. overlapped: during"
-        " the backward pass. sharded: each rank updates only its part and keeps only the optimizer state of"
-        " that part.",
+        " the backward pass. sharded: each rank updates a part of the weights and keeps only its"
+        " optimizer state.",
         choices=GRAD_SYNCS,
         former_choices=tuple((name, "allreduce") for name in ("auto", "chunked", "hierarchical", "packed")),
     )
@@ -378,7 +378,7 @@ class TrainConfig:
     )
     balance: str = of_ranks(
         "even",
-        "even: equal shares. auto: more sequences for faster ranks, measured at startup (mpi, mpi-cuda).",
+        "Sequences per rank. even: equal. auto: more for faster ranks, measured at startup (mpi, mpi-cuda).",
         choices=("even", "auto"),
     )
     recompute: str = of_computing(
@@ -413,7 +413,7 @@ class TrainConfig:
     val: str = of_data("", "Validation data, in any format that --data accepts.", changeable=True)
     val_fraction: float = of_data(
         0.0,
-        "Fraction held out for validation: the start of a text, or random documents.",
+        "Fraction held out for validation: the start of a text file, or random documents.",
         low=0,
         below=1,
         first=True,
@@ -508,7 +508,8 @@ class GpuConfig:
         "auto", "Transport for gradient sums between GPUs (mpi-cuda).", choices=("auto", "nccl", "host")
     )
     deterministic: bool = of_computing(
-        False, "Make results bitwise identical between runs. On CPUs: see --reproducible-parts."
+        False,
+        "Make results bitwise identical between runs. On CPUs: sets --reproducible-parts, usually to 8.",
     )
     tf32: bool = of_computing(
         False, "Use TF32 for float32 matmuls: faster, with a 10-bit mantissa (cuda stages)."

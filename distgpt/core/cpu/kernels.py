@@ -59,7 +59,7 @@ class CpuKernels(Kernels):
     logits_bytes = 128 << 20
     slice_rows = 1024
     capabilities = Capabilities(overwrites_pre=True)  # no bias sums because each worker has its own rows
-    unpacked_rows = 3  # for at most 3 rows, reading w is the bottleneck and packing does not pay
+    unpacked_rows = 3  # rows up to which reading w is the bottleneck, so packing does not pay
     loss_loop = staticmethod(rowwise.cross_entropy)
     polar: tuple[Loop, Callable[[int, int, str, int, int], muon.Memory]] = muon.orthogonalise, muon.scratch
 
@@ -426,7 +426,7 @@ def every_cross_entropy(
 
 
 def flattened(x: Array) -> Array:
-    assert x.flags.c_contiguous, "what is written to a copy is lost"
+    assert x.flags.c_contiguous, "writes to a copy would be lost"
     return x.reshape(-1)
 
 

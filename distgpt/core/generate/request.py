@@ -30,7 +30,7 @@ class Sampling:
     )
     repetition_penalty: float = setting(
         1.0,
-        "Divide the logits of earlier tokens by this.",
+        "Divide the logits of earlier tokens by this factor; 1: off.",
         low=0.01,  # logits multiplied or divided by these bounds stay finite
         most=100,
     )
@@ -71,7 +71,8 @@ class Request(Sampling):
     )
     lookup: int = setting(
         0,
-        "Draft N tokens by prompt lookup and verify them in one pass: same text, faster if it repeats.",
+        "Draft N tokens by prompt lookup and verify them in one pass: same text, faster if it repeats."
+        " 0: off.",
         low=0,
         most=64,  # the logits of all drafted tokens are kept for every sample
     )

@@ -271,7 +271,7 @@ class Lookup:
 
 
 def default_prompt(tokenizer: Tokenizer) -> list[int]:
-    """Return tokens to start a text: the tokenizer's first tokens, or if it has none, a line break.
+    """Return tokens that start a document: the tokenizer's first tokens, or if it has none, a line break.
 
     A full stop before the line break is better. With rotary positions, a model cannot count equal tokens and
     may repeat a single line break forever. The fallback is token 0.

@@ -260,7 +260,7 @@ def _parse_state(path: Path) -> JsonObject:
     except ValueError as error:
         raise DataError(f"{path / STATE} is corrupt: {error}") from None
     if _NAME.fullmatch(path.name) and step != step_of(path):
-        raise DataError(f"{path / STATE} is from step {step}, unlike its directory")
+        raise DataError(f"{path / STATE} is from step {step}, not the step of its directory")
     return document
 
 

@@ -224,7 +224,7 @@ def _checked_metadata(path: Path) -> dict[str, str]:
             f"more than the {config.vocab_size} of its configuration"
         )
     if config.n_layer > len(header.tensors):
-        raise DataError(f"{path}: its configuration has {config.n_layer} layers, but the file has not")
+        raise DataError(f"{path}: its configuration has {config.n_layer} layers, more than the file")
     if description.rounded:
         components().quantized(description.rounded).refuse_others(header, config, path)
     else:
@@ -242,7 +242,7 @@ def _own_metadata(header: Header, path: Path) -> dict[str, str]:
     if not is_described or (BASE not in result and result["format"] != FORMAT):
         foreign = path.with_name("config.json").is_file()
         hint = f"; to import a transformers model: {import_command(path.parent)}" if foreign else ""
-        raise DataError(f"{path} was not written by distgpt: it has no description of the model{hint}")
+        raise DataError(f"{path} was not written by distgpt, because it does not describe its model{hint}")
     if (version := result["format_version"]) not in READ:
         raise DataError(
             f"{path} has format version {version!r:.20}; this distgpt reads {FORMAT_VERSION}; upgrade distgpt"

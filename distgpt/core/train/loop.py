@@ -145,7 +145,7 @@ def evaluate(run: Run) -> Best | None:
     Return None before the first step, or if no text is held out.
     """
     step = run.progress.step
-    assert run.assessment is not None, "nothing is due where nothing is measured"
+    assert run.assessment is not None, "an evaluation requires validation data"
     validation = run.assessment.validation
     metrics = {"step": step, **run.assessment.measure()}
     run.report.report_evaluation(metrics)

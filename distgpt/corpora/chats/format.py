@@ -263,7 +263,7 @@ class ChatFormat:
 
 
 def encode_parts(tokenizer: Tokenizer, parts: Sequence[str | int]) -> tuple[Ids, Ids]:
-    """Return the ids of texts between tokens given as ids, and the position where each id ends.
+    """Return the ids of `parts` (text, or tokens as ids), and the position where each id ends.
 
     Positions count characters of the whole text, including spelled-out tokens.
     """
@@ -277,7 +277,9 @@ def encode_parts(tokenizer: Tokenizer, parts: Sequence[str | int]) -> tuple[Ids,
     pieces = [tokenizer.pieces[i] for i in ids.tolist()]
     shown = (part.encode() if isinstance(part, str) else tokenizer.pieces[part] for part in parts)
     if (whole := b"".join(pieces)) != b"".join(shown):
-        raise DataError(f"a tokenizer of kind {tokenizer.kind!r} cannot encode chats: it changes text")
+        raise DataError(
+            f"a tokenizer of kind {tokenizer.kind!r} cannot encode chats, because it changes text"
+        )
     # Count characters that have started, because an id may be part of a character.
     begun = np.cumsum(np.frombuffer(whole, np.uint8) & 0xC0 != 0x80)
     return ids, begun[np.cumsum(list(map(len, pieces)), dtype=np.int64) - 1]

@@ -181,10 +181,10 @@ class Offset:
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """Part of one input: part of a text, whole lines, or one document per entry of `data`.
+    """Part of one input: part of a text file, whole lines, or one document per entry of `data`.
 
     `place` is its start, `next` the start of the next piece. `consumed` counts the bytes of all files up to
-    its end. `begins`: it has the start of a text.
+    its end. `begins`: it starts a text file.
     """
 
     source: str
@@ -199,7 +199,7 @@ class Piece:
         return sum(map(len, self.data))
 
 
-# The data of a piece, the start of the next one, and the bytes of the file read up to it.
+# The data of a piece, the start of the next piece, and the bytes of the file before that start.
 _Cut = tuple[list[bytes], Offset, int]
 
 
@@ -328,7 +328,7 @@ def _texts(path: Path, field: str, skip: int, most: int) -> Iterator[tuple[Any, 
                 for part in (group.column(column) for column in range(group.num_columns)):
                     least = max(HARMLESS, (part.num_values + 1) * most)
                     if part.path_in_schema == field and part.total_uncompressed_size > least:
-                        raise _too_long(f"{path}: a text of row group {number}", most)
+                        raise _too_long(f"{path}: an entry of row group {number}", most)
             for batch in file.iter_batches(at_once, groups, [field], use_threads=False):
                 for text in batch.column(0)[skip:]:
                     text = text.value if text.is_valid and at_once > 1 else text

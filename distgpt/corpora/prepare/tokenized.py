@@ -133,7 +133,7 @@ def learn_file(
     Only a BPE has a size, a minimum frequency (default: 2) and a separator (default: the last id).
     """
     if kind == "bpe" and vocab_size is None:
-        raise UsageError("a BPE requires --vocab-size; GPT-2's has 50257 entries")
+        raise UsageError("a BPE tokenizer requires --vocab-size; GPT-2's has 50257 entries")
     if kind != "bpe" and (vocab_size or min_frequency or separator):
         raise UsageError(
             f"--vocab-size, --min-frequency and --separator require --kind bpe: the vocabulary of {kind!r}"

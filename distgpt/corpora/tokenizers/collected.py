@@ -112,7 +112,7 @@ class _PieceStreamer:
         return ""
 
     def copy(self) -> _PieceStreamer:
-        return _PieceStreamer(self._vocabulary, copy.deepcopy(self._spaced))  # with its bound object
+        return _PieceStreamer(self._vocabulary, copy.deepcopy(self._spaced))  # copies its bound object
 
 
 class _Typesetter:

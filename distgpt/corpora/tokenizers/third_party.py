@@ -59,7 +59,7 @@ def _verify(path: Path) -> None:
         path.unlink()
         stored.unlink()
         raise DataError(
-            f"{path.name} does not match the hub's checksum and was removed; run this again to download it"
+            f"{path.name} does not match the hub's checksum and was removed; run the command again"
         )
 
 

@@ -309,7 +309,7 @@ class _Batch:
 
 
 def rounded_rows(rows: int) -> int:
-    """Round more than FEW rows up to a power of two or, from ALIKE on, to a multiple of it."""
+    """Round more than FEW rows up to a power of two or, from ALIKE on, to a multiple of ALIKE."""
     if rows <= FEW:
         return rows
     return 1 << (rows - 1).bit_length() if rows < ALIKE else -(-rows // ALIKE) * ALIKE

@@ -43,8 +43,8 @@ VARYING = {**SETTINGS, BATCH_TOKENS: BATCH_IN_TOKENS, PRESET: Setting(str, "A na
 RULES = {
     "draws": Setting(int, "Draw N random points instead of running all.", low=1, most=MOST_RUNS),
     "draw_seed": Setting(int, "Seed for drawing points.", low=0),
-    "metric": Setting(str, "Compare runs by this.", choices=METRICS),
-    "rungs": Setting(int, "Compare this many times, the last time at the end.", low=1, most=20),
+    "metric": Setting(str, "Metric by which runs are compared.", choices=METRICS),
+    "rungs": Setting(int, "Number of comparisons, the last one at the end.", low=1, most=20),
     "eta": Setting(
         float, "Promote the best 1/eta of the points at each comparison but the last.", above=1, most=1000
     ),
@@ -127,7 +127,7 @@ def read_grid(path: Path, assigned: Values | None = None) -> Grid:
         for name in names.keys() - known:
             raise UsageError(f"{path}: unknown setting {name!r:.80}{did_you_mean(name[:80], known)}")
     for name in sorted(fixed.keys() & table.keys()):
-        raise UsageError(f"{path}: {name} is set twice: for all runs and in [sweep]")
+        raise UsageError(f"{path}: {name} is set twice, for all runs and in [sweep]")
     choices = {name: _choices(f"{path}: [sweep] {name}", name, value) for name, value in table.items()}
     seeds = choices.pop(SEED, [])
     if isinstance(seeds, Range):

@@ -32,7 +32,7 @@ class Parting:
     one: str
     other: str
     kinds: dict[str, Kind] = field(default_factory=lambda: {name: Kind() for name in (*KINDS, *FILES)})
-    settings: dict[str, tuple[object, object]] = field(default_factory=dict)  # that differ at that step
+    settings: dict[str, tuple[object, object]] = field(default_factory=dict)  # different ones at that step
     data: tuple[str, str] | None = None  # fingerprints of the training text, if they differ
     why: list[str] = field(default_factory=list)  # why the same steps may differ bitwise
     starts: list[str] = field(default_factory=list)

@@ -84,7 +84,7 @@ class Foreign:
                 self._tensors[short] = file, header, name
         # Check this first, so that a bogus number of layers cannot make the list of expected tensors huge.
         if (layers := self.config.n_layer) > len(self._tensors):
-            raise DataError(f"{path}: its configuration has {layers} layers, but the file has not")
+            raise DataError(f"{path}: its configuration has {layers} layers, more than the file")
         expected = {mapping.theirs: mapping.shape for mapping in self.family.all_mappings(self.config)}
         refuse_misfits(Header({name: self._entry(name) for name in self._tensors}, {}, 0), expected, path)
 
@@ -144,7 +144,7 @@ def _files(path: Path) -> tuple[Path, list[Path]]:
         directory = path if path.is_dir() else path.parent
         if not (directory / CONFIG).is_file():
             if (directory / "config.toml").is_file():
-                raise UsageError(f"{directory} is a distgpt run, which requires no import")
+                raise UsageError(f"{directory} is a distgpt run, which does not need an import")
             raise DataError(f"{directory} has no {CONFIG} to describe the model")
         whole, index = directory / WHOLE, directory / INDEX
         if path.is_file() and path.suffix != ".json":

@@ -1,4 +1,4 @@
-"""Which parameters are quantized. A file of its own, because the digest of the loops must not cover it."""
+"""Which parameters are quantized. A separate file, because the digest of the loops must not cover it."""
 
 from __future__ import annotations
 

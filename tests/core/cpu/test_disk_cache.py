@@ -87,7 +87,7 @@ def test_corrupt_loops_are_recompiled(own, is_shared):
     for content in (b"", b"\x80no", whole[:20], whole[:-1], whole + b"x", bytes(len(whole)), flipped):
         path.write_bytes(content)
         assert not is_loaded(), content[:9]
-        assert is_loaded() and [*own.iterdir()]  # in the user's cache
+        assert is_loaded() and [*own.iterdir()]  # the user's cache
         if is_shared:
             forget(own)
     path.write_bytes(whole)

@@ -94,7 +94,7 @@ def test_matmul_for_odd_shapes(kind, shape, small, transposed, way, part):
 @pytest.mark.parametrize("kind", [FLOAT, BITS])
 @given(SHAPES, BOTH, BOTH, BOTH, BOTH, st.floats(0, 1))
 @settings(max_examples=100)
-def test_weight_gradients_add_to_what_is_there(kind, shape, small, transposed, accumulate, by_rows, part):
+def test_weight_gradients_add_to_earlier_ones(kind, shape, small, transposed, accumulate, by_rows, part):
     (m, n, k), random = shape, np.random.default_rng(2)  # outputs, inputs, tokens
     dy, x = (stored(random.standard_normal((k, side)), kind) for side in (m, n))
     dw, behind = guarded(m, n, FLOAT)

@@ -24,7 +24,7 @@ from distgpt.core.cpu.teams import Cost
 from distgpt.core.ops.api import TINY, Array, MuonScalars
 from distgpt.core.ops.low_precision import BITS
 
-# For at least this many rows, and this ratio of length to rows, the steps multiply squares, and the matrix is
+# From this number of rows and ratio of length to rows on, the steps multiply squares, and the matrix is
 # multiplied only once (Gram Newton-Schulz, Dao-AILab 2026). Not in bfloat16: its rounding makes small
 # eigenvalues of a square negative, and the steps amplify them without limit.
 LEAST_ROWS, LEAST_RATIO = 128, 2

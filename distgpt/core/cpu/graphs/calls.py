@@ -115,7 +115,7 @@ def flatten(kind: types.Type, value: Any, words: list[int]) -> None:
     elif kind == types.none:
         words.append(0)
     else:
-        raise NotRecordable(f"no words for {kind}")
+        raise NotRecordable(f"arguments of type {kind} cannot be recorded")
 
 
 def caller(kinds: tuple[types.Type, ...]) -> int:

@@ -67,7 +67,7 @@ class Bands(NamedTuple):
         """Return the rows and columns of one cell of C (rows, columns), or of all cells."""
         if last - first == self.cells:
             return (0, rows), (0, columns)
-        assert last - first == 1, "a thread has one cell, or computes alone"
+        assert last - first == 1, "a thread has one cell, or computes the whole matmul"
         band, column = divmod(first, self.columns)
         return Pool.part_of(band, self.rows, rows, packing.ROWS), Pool.part_of(
             column, self.columns, columns, packing.COLUMNS

@@ -17,7 +17,7 @@ class PyDistgpt(PythonPackage):
 
     version("0.1.0")
 
-    variant("mpi", default=True, description="Train on several ranks")
+    variant("mpi", default=True, description="Train on multiple ranks")
     variant("parquet", default=False, description="Read Parquet files")
     variant("prometheus", default=False, description="Export metrics of training runs for Prometheus")
     variant("serve", default=False, description="Answer over HTTP")
