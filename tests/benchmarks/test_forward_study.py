@@ -4,17 +4,15 @@ import sys
 from dataclasses import replace
 
 import forward_study
-import forward_work
 import pytest
 from benching import FEW, found_in, here
 from click.testing import CliRunner
 from distgpt.cluster.jobs.processes import run
 from distgpt.core.base.errors import DisagreementError, DistgptError
 from distgpt.measure.jobs import unsteered
-from distgpt.show.page import tabulated
 from forward_peers import measure_plain
-from forward_study import Study, StudyOptions, methods_and_launcher
-from forward_work import AGREE, COLUMNS, bundled_names, refuse_different_losses, row_of, sequences, with_speedups
+from forward_study import Study, StudyOptions
+from forward_work import AGREE, bundled_names, refuse_different_losses, row_of
 from report import assemble, load_all
 
 DOUBLE = replace(FEW, dtype="float64")
@@ -48,32 +46,8 @@ def test_study_measures_each_type_and_method():
     rows = study_of(["batched"], ["float32", "float64"], names=80).rows(["microgpt"])
     assert [(r["names"], r["dtype"]) for r in rows] == [(80, dtype) for dtype in ("float32", "float64")]
     jobs = study_of(["serial", "batched", "cuda"], ["float32", "bfloat16"]).jobs("S", 2)
-    assert [(job.method, job.dtype) for job in jobs] == [
-        ("serial", "float64"),
-        *((method, dtype) for method in ("batched", "cuda") for dtype in ("float32", "bfloat16")),
-    ]
-    for methods, dtypes in ((("serial", "batched"), ("bfloat16",)), (("serial",), ("float32",))):
-        assert methods_and_launcher(StudyOptions(methods=methods, dtypes=dtypes))[0] == list(methods)
-
-
-def test_part_of_the_names_is_scaled_and_marked():
-    job = replace(DOUBLE, method="serial")
-    part = here(replace(job, names=70))
-    found = row_of(job, part)
-    whole, some = sequences(90), sequences(70)
-    share = (len(whole.tokens) - 90) / (len(some.tokens) - 70)
-    assert found["seconds"] == pytest.approx(part["seconds"] * share) and found["measured"] == 70
-    study = study_of(["serial"])
-    study.check_part(found)
-    with pytest.raises(DisagreementError):
-        study.check_part(found | {"loss": found["loss"] * 1.001})
-    fast = row_of(FEW, found_in(1.0, measured=90)) | {"peak_gpu_memory": [3_000_000]}
-    rows = with_speedups([row_of(job, found_in(8.0, measured=30)), fast])
-    assert [row["speedup"] for row in rows] == [1.0, pytest.approx(rows[0]["seconds"])]
-    shown = {cell[1]: cell for cell in tabulated(COLUMNS, rows).rows}
-    assert [cell.endswith("*") for cell in shown["serial"]] == [False] * 4 + [True] + [False] * 3
-    assert shown["batched"][4:8] == ["1.00", f"{rows[0]['seconds']:.1f}", "90", "5 + 3 GPU"]
-    assert "30 of 90 names" in forward_work.blocks({"rows": rows})[-1].note
+    dtypes = [(method, dtype) for method in ("batched", "cuda") for dtype in ("float32", "bfloat16")]
+    assert [(job.method, job.dtype) for job in jobs] == [("serial", "float64"), *dtypes]
 
 
 def test_methods_give_equal_losses():

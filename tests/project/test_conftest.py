@@ -3,35 +3,17 @@
 import os
 import signal
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-from conftest import HELPERS, LONG, ROOT, SMALL, TESTS, _server, command, distgpt, popen, wait_for
+from conftest import LONG, SMALL, TESTS, _server, distgpt, popen, wait_for
 
 
 def test_files_have_unique_names():
     """Test directories are not packages, so pytest collects one of two files with the same name."""
     names = [path.stem for path in TESTS.rglob("test_*.py")]
     assert sorted(set(names)) == sorted(names) and set(LONG) <= set(names)
-
-
-@pytest.mark.ci
-def test_nohup_leaves_children_the_default_sighup(tmp_path):
-    (tmp_path / "test_it.py").write_text(
-        "import signal, subprocess, sys\n"
-        "def test_it():\n"
-        "    asked = 'import signal; print(signal.getsignal(signal.SIGHUP) == signal.SIG_DFL)'\n"
-        "    assert subprocess.check_output([sys.executable, '-c', asked]) == b'True\\n'\n"
-        "    signal.raise_signal(signal.SIGHUP)\n"
-    )
-    words = [sys.executable, "-m", "pytest", "-q", "-n", "1", "-p", "no:cacheprovider", "-p", "conftest"]
-    words += ["--rootdir", tmp_path, tmp_path]
-    env = {**os.environ, "PYTHONPATH": f"{ROOT}:{TESTS}:{HELPERS}"}
-    env.pop("DISTGPT_TEST_TIERS", None)
-    done = subprocess.run(["nohup", *words], env=env, capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout
 
 
 @pytest.mark.ci
@@ -60,17 +42,6 @@ def test_forked_command_receives_signals(tmp_path, number, code):
     os.killpg(process.pid, number)
     assert process.communicate(timeout=60)[1].startswith("distgpt: interrupted" if code == 130 else "")
     assert process.returncode == code
-
-
-@pytest.mark.ci
-def test_import_time_settings_start_cold(monkeypatch):
-    server = _server()
-    plain = server.environ
-    assert server.suits({**plain, "COLUMNS": "7", "PMI_RANK": "1"})
-    assert not any(server.suits({**plain, key: "1"}) for key in ("PYTHONUNBUFFERED", "HOME", "NUMBA_CACHE_DIR"))
-    for how in ({"cold": True}, {"env": {"OMP_NUM_THREADS": "2"}}, {"program": [*command()]}):
-        with popen("--version", stdout=subprocess.DEVNULL, **how) as process:
-            assert type(process) is subprocess.Popen
 
 
 @pytest.mark.ci
