@@ -223,10 +223,8 @@ def test_train_calls_back_and_returns_model(tmp_path):
     steps, evaluations, notes = [], [], []
     listeners = {"on_step": steps.append, "on_evaluation": evaluations.append, "on_note": notes.append}
     done = distgpt.train(**SMALL, out=tmp_path / "run", **listeners)
-    assert done.directory == tmp_path / "run"
-    assert [step["step"] for step in steps] == [1, 2, 3, 4, 5, 6]
-    assert [found["step"] for found in evaluations] == [0, 3, 6]
-    assert done.metrics == logged(done.directory)
+    assert done.directory == tmp_path / "run" and [step["step"] for step in steps] == [1, 2, 3, 4, 5, 6]
+    assert [found["step"] for found in evaluations] == [0, 3, 6] and done.metrics == logged(done.directory)
     loaded = distgpt.load(done.directory / "weights.safetensors")
     tokens = loaded.tokenizer.encode("the lamp")
     np.testing.assert_array_equal(done.model.logits(tokens), loaded.logits(tokens))

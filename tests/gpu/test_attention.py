@@ -152,8 +152,7 @@ def test_single_position_attends_to_itself(storage, head, most):
     got = case.computed(k)
     assert np.abs(got["dq"]).max() < most and np.abs(got["dk"]).max() < most
     qkv, dy = case.inputs(k)
-    assert np.array_equal(got["y"], qkv[:, 2 * 3 * head :])
-    assert np.array_equal(got["dv"], dy)
+    assert np.array_equal(got["y"], qkv[:, 2 * 3 * head :]) and np.array_equal(got["dv"], dy)
 
 
 def test_extreme_scores_stay_finite():

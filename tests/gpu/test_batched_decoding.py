@@ -55,8 +55,7 @@ def test_launches_per_token_do_not_grow_with_sequences(kind, cuda_kernels, calls
         found[count] = launches(lambda work=work: lanes.feed(work)).total() + len(matmuls)
         replayed = launches(lambda work=work: lanes.feed(work)).total()
         assert replayed <= found[count]  # matmuls are in the graph
-    assert found[1] == found[2] == found[3]
-    assert found[5] == found[9] <= found[1]
+    assert found[1] == found[2] == found[3] and found[5] == found[9] <= found[1]
 
 
 @pytest.mark.ci
@@ -161,8 +160,7 @@ def test_slots_use_half_of_free_memory(cuda_kernels, monkeypatch):
     model, _ = alike(VARIANTS["gpt2"], cuda_kernels("float32"))
     one = slots_that_fit(model, 1 << 40, memory=1 << 30)
     monkeypatch.setattr(type(model.kernels), "free_memory", lambda self: 2 << 30)
-    assert slots_that_fit(model, 1 << 40) == one
-    assert slots_that_fit(model, 128) == 128
+    assert slots_that_fit(model, 1 << 40) == one and slots_that_fit(model, 128) == 128
 
 
 def test_nonfinite_scores_are_detected_on_the_device(cuda_kernels):

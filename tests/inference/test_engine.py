@@ -308,8 +308,7 @@ def test_chats_reuse_slots_and_evict_least_recent(made, dtype):
     engine = WatchedEngine(made, dtype, count=3, seq_len=64, vocab_size=50)
     chats = [[first, *range(2, 9 + 4 * first)] for first in range(4)]  # the shortest first
     at = dict(enumerate(slot for slot, _ in begun(engine, *chats[:3])))
-    assert set(at.values()) == {0, 1, 2}
-    assert begun(engine, [*chats[0], 9]) == [(at[0], len(chats[0]))]
+    assert set(at.values()) == {0, 1, 2} and begun(engine, [*chats[0], 9]) == [(at[0], len(chats[0]))]
     assert begun(engine, chats[3]) == [(at[1], 0)]
     assert begun(engine, [*chats[2], 9]) == [(at[2], len(chats[2]))]
     assert begun(engine, chats[1]) == [(at[0], 0)]
@@ -348,8 +347,7 @@ def test_exact_slots_are_bitwise_equal_after_reuse(kind, monkeypatch):
         assert [each[0] for each in taken] == again
         chats = [[*chat, *said.tokens, 5, 6] for chat, said in zip(chats, again, strict=True)]
     counted.fed.clear()
-    assert complete(engine, [Request([*chats[-1], 1], **hot, reuse=True)])
-    assert counted.fed[0][1] > 30
+    assert complete(engine, [Request([*chats[-1], 1], **hot, reuse=True)]) and counted.fed[0][1] > 30
 
 
 @given(

@@ -93,14 +93,12 @@ def test_file_equals_rounding_on_load(files, dtype):
 
 def test_int8_file_opens_in_int8_by_default(files):
     _, wide, narrow, _ = files
-    assert opened_in(wide, "auto") == "float32"
-    assert opened_in(narrow, "auto", on_gpu=True) == "float32"
+    assert opened_in(wide, "auto") == "float32" and opened_in(narrow, "auto", on_gpu=True) == "float32"
     assert opened_in(narrow, "float64") == "float64"
     model = api.load(narrow)
     assert "int8" not in repr(api.load(narrow, dtype="float32"))
     assert model.parameters()["wte"].dtype == np.float32
-    assert np.isfinite(model.loss([[1, 2, 3]], [[2, 3, 4]]))
-    assert len(model.generate([1, 2, 3], 5)) == 5
+    assert np.isfinite(model.loss([[1, 2, 3]], [[2, 3, 4]])) and len(model.generate([1, 2, 3], 5)) == 5
 
 
 @pytest.mark.parametrize("error, words, act", [
@@ -182,8 +180,7 @@ def test_calibrated_rounding_has_half_the_error():
     x = (random.standard_normal((600, 24)) @ mixing + 0.1 * random.standard_normal((600, 130))).astype(np.float32)
     w = random.standard_normal((70, 130)).astype(np.float32)
     moved = [np.square(x @ (restored(q) - w).T).sum() for q in (quantise4(w), round_for(w, x.T @ x))]
-    assert moved[1] < 0.5 * moved[0]
-    assert set(np.unique(round_for(w, x.T @ x).q)) <= set(LEVELS)
+    assert moved[1] < 0.5 * moved[0] and set(np.unique(round_for(w, x.T @ x).q)) <= set(LEVELS)
     unused = round_for(w, np.zeros((130, 130), np.float32))  # no inputs: plain rounding
     np.testing.assert_allclose(restored(unused), restored(quantise4(w)), atol=0.5)
     assert (unused.q != quantise4(w).q).mean() < 0.01  # equally good scales

@@ -193,8 +193,7 @@ def test_seeds_are_repeatable_in_any_batch(served):
     alone = [text(seed) for seed in range(-3, 5)]
     with ThreadPoolExecutor(8) as pool:
         assert list(pool.map(text, range(-3, 5))) == alone
-    assert len(set(alone)) == 8
-    assert text(None) != text(None)
+    assert len(set(alone)) == 8 and text(None) != text(None)
 
 
 WRONG = [
@@ -291,8 +290,7 @@ def test_chat_uses_model_template_and_end(tmp_path):
     )
     assert request.prompt == chat.prompt(messages) and request.reuse
     assert chat.tokenizer.specials["<|eot_id|>"] in request.ends and request.stop == ()
-    assert request.max_new_tokens == 64 - len(request.prompt)
-    assert ignoring.ends == ()
+    assert request.max_new_tokens == 64 - len(request.prompt) and ignoring.ends == ()
     broken = Served("it", chat.tokenizer, 256, 64, 0, DataError("the model's chat template: no"))
     with pytest.raises(Refusal) as refusal:
         parse_chat(b'{"messages": []}', broken, Limits())
@@ -410,5 +408,4 @@ def test_log_lines_omit_prompts_by_default(capsys):
         lines = [line for line in said.splitlines() if " 127.0.0.1 " in line]
         assert "\x1b" not in said and len(lines) == 2
         assert re.search(r"POST /v1/completions 200 \d\.\d{3} s, 15 \+ 3 tokens", lines[0])
-        assert ("harbour" in lines[0]) == (log == "prompts")
-        assert r"GET /v1/\x1b[2J 404" in lines[1]
+        assert ("harbour" in lines[0]) == (log == "prompts") and r"GET /v1/\x1b[2J 404" in lines[1]

@@ -353,8 +353,7 @@ def test_empty_compiled_keeps_held_locks(place):
     result = inside("doctor", "--caches", "--empty", "compiled")
     assert result.returncode == 0 and "removed 4 files, 400 B" in result.stderr
     assert files(place) == {".a.loop.lock", "org--d.safetensors", "g", "mine.cu", "mine.safetensors"}
-    assert not (place / f"loops-{'0' * 16}").exists()
-    assert files(place.parent) >= {"f.loops"}
+    assert not (place / f"loops-{'0' * 16}").exists() and files(place.parent) >= {"f.loops"}
 
 
 def test_empty_all_removes_only_own_files(place, monkeypatch):

@@ -189,8 +189,7 @@ def test_replay_requires_ranks_of_the_run():
 def test_replay_handles_settings_changed_at_resume(copied):
     """A replay before or after the resume uses the settings there; none spans it."""
     words = ["--resume", "auto", "--out", copied, "--steps", "16", "--lr", "5e-3"]
-    assert inside("train", *words).returncode == 0
-    assert replayed(copied, "9:12")[0]["verdict"] == "same"
+    assert inside("train", *words).returncode == 0 and replayed(copied, "9:12")[0]["verdict"] == "same"
     assert replayed(copied, "13:16")[0]["verdict"] == "same"
     refused(inside("replay", copied, "--steps", "11:14"), 2, "after step 12 with", "(steps, lr)")
 

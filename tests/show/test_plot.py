@@ -190,8 +190,7 @@ def test_directory_plots_all_started_runs(tmp_path, monkeypatch):
     (tmp_path / "runs" / "c" / "metrics.jsonl").unlink()
     drawn = []
     monkeypatch.setattr("distgpt.show.plot.draw", lambda runs, **look: drawn.extend(runs) or draw(runs, **look))
-    assert plot([tmp_path / "runs"], None) == Path("curves.png")
-    assert [of.name for of in drawn] == ["a", "b"]
+    assert plot([tmp_path / "runs"], None) == Path("curves.png") and [of.name for of in drawn] == ["a", "b"]
     assert plot([tmp_path / "runs" / "a"], None) == tmp_path / "runs" / "a" / "curves.png"
 
 

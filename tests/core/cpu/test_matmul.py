@@ -156,8 +156,7 @@ def test_cells_cover_a_matrix_once(threads, packs_rows):
             seen[top:bottom, left:right] += 1
             assert (bottom > top or not rows) and right > left
             assert top % rows_of == 0 and left % columns_of == 0
-        assert (seen == 1).all()
-        assert cut.cell(0, cut.cells, rows, columns) == ((0, rows), (0, columns))
+        assert (seen == 1).all() and cut.cell(0, cut.cells, rows, columns) == ((0, rows), (0, columns))
 
 
 def test_threads_do_not_pack_whole_matrices():

@@ -157,8 +157,7 @@ def test_run_without_checkpoints_restarts(half, tmp_path):
             shutil.copy(half / file, out)
         (out / "history.jsonl").write_text(written)
         result = train(*([] if kept else LONG), "--out", out, "--resume", "auto", "--steps", "3", "--threads", "1")
-        assert list(metrics(out)) == [1, 2, 3]
-        assert bool(kept) == ("steps 8 → 3" in result.stdout)
+        assert list(metrics(out)) == [1, 2, 3] and bool(kept) == ("steps 8 → 3" in result.stdout)
         assert len(history(out)) == (2 if name == "resumed" else 1)
 
 
@@ -343,8 +342,7 @@ def test_finished_timed_run_suggests_more_time(tmp_path):
     more = asked_for_more(run, "--within", "1s")
     assert more[-2:] == ["--within", "2s"] and asked_for_more(run, "--steps", "9999999") == more
     train(*more)
-    assert summary(run)["step"] > steps
-    assert asked_for_more(run)[-2:] == ["--within", "4s"]
+    assert summary(run)["step"] > steps and asked_for_more(run)[-2:] == ["--within", "4s"]
 
 
 @pytest.mark.parametrize(
