@@ -82,8 +82,7 @@ def test_name_becomes_a_file_name(name, file, tmp_path):
 
 @pytest.mark.ci
 def test_results_in_repository_are_readable():
-    folder = Path(__file__).parents[2] / "benchmarks" / "results"
-    found, _ = load_all(folder)
+    found, _ = load_all(Path(__file__).parents[2] / "benchmarks" / "results")
     assert {result["file"] for result in found} >= {"forward-2026-11-21.json"}
     page = assemble(found, [])
     assert "Left out" not in page and len(headings(page)) == len(found)

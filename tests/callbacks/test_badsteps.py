@@ -167,7 +167,6 @@ def test_spike_statistics_survive_resume():
     first, second = (BadSteps(TrainConfig(spike_zscore=3.0), progress) for progress in (before, after))
     for step in range(120):
         first.check_step(finished(3.0 + step % 3, 1.0))
-    document = json.loads(json.dumps(State(recent=tuple(before.recent)).to_json()))
-    after.load(State.from_json(document))
+    after.load(State.from_json(json.loads(json.dumps(State(recent=tuple(before.recent)).to_json()))))
     assert after.recent == before.recent and len(after.recent) == 100
     assert second.rejection_reason(9.0, 1.0) == first.rejection_reason(9.0, 1.0) != ""

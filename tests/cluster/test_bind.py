@@ -33,8 +33,7 @@ def of_two_ranks(test):
 @pytest.fixture
 def node(tmp_path):
     cores = [Core((cpu,), region=i, l3=i) for i, cpu in enumerate(OWN)]
-    seen = Seen(cpus=2, cores=2, sockets=1, regions=2, l3=2)
-    return Tree(cores, seen).write(tmp_path / "sys")
+    return Tree(cores, Seen(cpus=2, cores=2, sockets=1, regions=2, l3=2)).write(tmp_path / "sys")
 
 
 def placed(root, ranks=0, threads=0, stage="", bind="auto", launch=()):

@@ -215,8 +215,7 @@ def test_chat_layouts_give_equal_tokens(family, tmp_path):
     assert first.ids.dtype == np.uint16 and first.learned.dtype == np.uint8
     for other in others:
         assert np.array_equal(other.ids, first.ids) and np.array_equal(other.learned, first.learned)
-    shown = chat.tokenizer.decode(last.ids)
-    assert "Where is\n\nthe lamp?" in shown
+    assert "Where is\n\nthe lamp?" in chat.tokenizer.decode(last.ids)
     learned = chat.tokenizer.decode(last.ids[last.learned == 1]).strip()
     assert learned == ANSWER + settings(family)["eos_token"]
     assert last.ids[last.learned == 1][-1] in chat.ends

@@ -299,8 +299,7 @@ def test_command_and_info_list_sources(mixed, tmp_path):
         assert ["source", "documents", "tokens", "share"] in rows
         assert any(row[:3] == ["a.jsonl", "40", f"{tokens:,}"] for row in rows)
         assert any(row[:3] == ["c.txt", "1", "500"] and row[3].endswith("%") for row in rows)
-    facts = json.loads(done("data", "info", tmp_path / "out", "--json"))
-    assert facts["sources"][2] == [1, 500]
+    assert json.loads(done("data", "info", tmp_path / "out", "--json"))["sources"][2] == [1, 500]
     done("data", "prepare", folder, "--no-shuffle", *words, tmp_path / "kept")
     assert text_of(tmp_path / "kept", "val").startswith("a0 ")
     assert everything(tmp_path / "kept").size == everything(tmp_path / "out").size

@@ -60,8 +60,7 @@ def test_launches_per_token_do_not_grow_with_sequences(kind, cuda_kernels, calls
 
 @pytest.mark.ci
 def test_prompt_lengths_share_plans(cuda_kernels):
-    config = replace(VARIANTS["gpt2"], seq_len=96)
-    model, _ = alike(config, cuda_kernels.__wrapped__("float32"))
+    model, _ = alike(replace(VARIANTS["gpt2"], seq_len=96), cuda_kernels.__wrapped__("float32"))
     lanes, counts = BatchedSlots(model, 2), set()
     for length in range(33, 53, 3):
         lanes.feed([Feed(0, 0, [1] * length, 1)])

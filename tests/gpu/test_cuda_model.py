@@ -116,8 +116,7 @@ def training(kernels, config, t, count=8):
     batches = Batches(ArrayTokens(text.astype(np.int32)), config.seq_len, t.batch_size, t.seed, True)
     optimizer = OPTIMIZERS[t.optimizer](model, t)
     work = build_step(optimizer, SerialComm(), replace(t, recompute="mlp"))
-    outcomes = [work.launch(step, batches).wait()[:2] for step in range(count)]
-    return model, optimizer, np.array(outcomes)
+    return model, optimizer, np.array([work.launch(step, batches).wait()[:2] for step in range(count)])
 
 
 SMALL = replace(VARIANTS["modern"], seq_len=8)

@@ -287,8 +287,7 @@ class WatchedEngine(Engine):
 def test_next_turn_computes_only_new_tokens(made, dtype):
     engine = WatchedEngine(made, dtype, seq_len=32)
     first = Request([1, 2, 3, 4, 5, 6, 7], max_new_tokens=5, overflow="stop", reuse=True)
-    said = complete(engine, [first])[0][0].tokens
-    turn = [*first.prompt, *said, 8, 9, 3]
+    turn = [*first.prompt, *complete(engine, [first])[0][0].tokens, 8, 9, 3]
     assert begun(engine, turn) == [(0, 11)]  # the answer's last token was never fed
     assert begun(engine, [*turn[:5], 9], turn[:3], [4, 2]) == [(0, 5), (0, 2), (0, 0)]  # reuses the equal prefix
     complete(engine, [Request(turn, max_new_tokens=1, overflow="stop")])

@@ -57,8 +57,7 @@ def test_rounded_passes_match_exact_and_compiled(shape, dtype):
         assert distance(found, exact) < 6e-2
         scores = CompiledSlots(rounded, 1).feed([Feed(0, 0, text, len(text))])
         assert distance(scores, found) < 6e-2  # their keys and values are bfloat16
-    slots = PlainSlots(rounded, 1)
-    assert distance(slots.feed([Feed(0, 0, text, 1)]), found[-1:]) < 1e-5
+    assert distance(PlainSlots(rounded, 1).feed([Feed(0, 0, text, 1)]), found[-1:]) < 1e-5
 
 
 @pytest.mark.parametrize("dtype", marked("int8", "int4"))

@@ -154,8 +154,7 @@ def test_doctor_warns_only_ranks_sharing_a_gpu(ranks):
     def with_one(gpu, number):
         return {**gpu, "takes": 0, "driver": {**gpu["driver"], "gpus": [gpu["driver"]["gpus"][number]]}}
 
-    alone = [{**rank, "gpu": with_one(rank["gpu"], rank["rank"] % 4)} for rank in ranks]
-    for found in (ranks, alone):
+    for found in (ranks, [{**rank, "gpu": with_one(rank["gpu"], rank["rank"] % 4)} for rank in ranks]):
         assert doctor.warnings(LAUNCHED, MPI, found) == []
     warnings = doctor.warnings(LAUNCHED, MPI, [{**ranks[number], "host": "node0"} for number in (0, 4)])
     assert "ranks 0, 4 on node0 share one A and its memory; start one rank per GPU" in warnings

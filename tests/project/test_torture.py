@@ -53,8 +53,7 @@ def names_of(found):
 
 def changed(name, change):
     def act(run):
-        lines = (run / name).read_bytes().splitlines(keepends=True)
-        (run / name).write_bytes(b"".join(change(lines)))
+        (run / name).write_bytes(b"".join(change((run / name).read_bytes().splitlines(keepends=True))))
 
     return act
 

@@ -334,8 +334,7 @@ def test_samples_of_a_run_reach_the_page_until_ctrl_c(tmp_path):
     folder, log = train(tmp_path / "run", "--steps", "4", "--sample-every", "2"), tmp_path / "log"
     with log.open("wb") as out:
         process = popen("watch", folder, stdout=out, stderr=out)
-    port = wait_for(lambda: re.match(r"http://127.0.0.1:(\d+)\n", log.read_text()), 60)[1]
-    text = ask(int(port))[2]
+    text = ask(int(wait_for(lambda: re.match(r"http://127.0.0.1:(\d+)\n", log.read_text()), 60)[1]))[2]
     assert text.count("<pre>") == 2 and "Sample of run after step 4" in text
     process.send_signal(signal.SIGINT)
     assert process.wait(20) == 0 and log.read_text().count("\n") == 1

@@ -45,8 +45,7 @@ def half(finished, tmp_path):
 
 
 def history(run):
-    events = logged(run, "history")
-    return [event for event in events if "bits" not in event]
+    return [event for event in logged(run, "history") if "bits" not in event]
 
 
 def weights(run, name="weights"):
