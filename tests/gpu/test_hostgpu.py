@@ -27,25 +27,12 @@ extern "C" __global__ void too_much_shared(float* p) {
     __syncthreads();
     p[threadIdx.x] = dynamic_shared[threadIdx.x * 4];
 }
-extern "C" __global__ void misaligned(float* p, int at) { *(uint4*)(p + at) = make_uint4(1, 2, 3, 4); }
-extern "C" __global__ void null(float* p, int at) { p[at] = 1; }
 extern "C" __global__ void index(float* p, int at) { __shared__ float few[8]; p[0] = few[at + int(threadIdx.x)] = 1; }
-extern "C" __global__ void overflow(int* p, int n) { p[0] = n * n; }
-extern "C" __global__ void division(int* p, int n) { p[0] = 1 / n; }
-extern "C" __global__ void shift(int* p, int n) { p[0] = 1 << n; }
 extern "C" __global__ void write_at(float* p, int at) { if (threadIdx.x == 0) p[at] = 1; }
 extern "C" __global__ void typed(unsigned short* a, const float* b, const double* c, int i, double d) {
     if (threadIdx.x == 0 && c) a[0] = (unsigned short)(i + d + (b != nullptr));
 }
 extern "C" __global__ void floating(float* a, float x) { a[0] = x; }
-extern "C" __global__ void unwritten(float* p) {
-    __shared__ float fixed[64];
-    if (threadIdx.x == 0) fixed[0] = 1;
-    if (blockIdx.x == 0) reinterpret_cast<float*>(dynamic_shared)[threadIdx.x] = fixed[threadIdx.x] = 2;
-    __syncthreads();
-    p[blockIdx.x * 64 + threadIdx.x] = fixed[threadIdx.x];
-    p[128 + blockIdx.x * 64 + threadIdx.x] = reinterpret_cast<float*>(dynamic_shared)[threadIdx.x];
-}
 """
 
 
@@ -54,8 +41,8 @@ def device(request):
     return HostDevice(order=request.param, texts={"mistakes": MISTAKES})
 
 
-def start(device, kernel, *args, grid=(1,), block=(32,), shared=0, defines=()):
-    device.launch("mistakes", kernel, defines, grid, block, args, shared)
+def start(device, kernel, *args, grid=(1,), block=(32,), shared=0):
+    device.launch("mistakes", kernel, (), grid, block, args, shared)
     device.synchronize()
 
 
@@ -68,24 +55,12 @@ def test_divergent_threads_are_reported(device):
         ("not_in_its_mask", "a mask that leaves itself out"),
         ("too_much_shared", "behind its 128 bytes of dynamic shared memory, at 128"),
     ):
-        p, much = device.zeros((64,), np.float32), device.zeros((256,), np.float32)
+        p = device.zeros((64,), np.float32)
         with pytest.raises(HostGpuError, match=f"mistakes.{kernel}: .*{message}"):
             start(device, kernel, p, block=(64,), shared=128)
-        start(device, "unwritten", much, block=(64,), shared=256)
-
-
-def test_undefined_operations_are_reported_with_their_line(device):
-    for kernel, dtype, at, message in (
-        ("misaligned", np.float32, 1, "not aligned"),
-        ("index", np.float32, 1, "outside its array"),
-        ("overflow", np.int32, 1 << 16, "range of int"),
-        ("division", np.int32, 0, "division by zero"),
-        ("shift", np.int32, 32, "shift"),
-        ("null", None, 0, "null"),
-    ):
-        array = None if dtype is None else device.zeros((64,), dtype)
-        with pytest.raises(HostGpuError, match=rf"mistakes.{kernel}: .*:\d+: .*{message}"):
-            start(device, kernel, array, at)
+        start(device, "write_at", p, 0, block=(64,))
+    with pytest.raises(HostGpuError, match=r"mistakes.index: .*:\d+: .*outside its array"):
+        start(device, "index", p, 1)
 
 
 def test_write_outside_an_array_is_found():
@@ -126,9 +101,7 @@ def test_invalid_launches_are_rejected(device):
         ("nothing", (p,), {}, "no such kernel"),
         ("write_at", (p, 0), {"grid": (0,)}, "grid"),
         ("write_at", (p, 0), {"grid": (1, 65536)}, "grid"),
-        ("write_at", (p, 0), {"grid": (1, 1, 1, 1)}, "grid"),
         ("write_at", (p, 0), {"block": (48,)}, "48 threads"),
-        ("write_at", (p, 0), {"block": (1024, 2)}, "2048 threads"),
         ("write_at", (p, 0), {"block": (4, 1, 128)}, "block"),
         ("write_at", (p, 0), {"shared": (227 << 10) + 1}, "shared memory"),
     ):
@@ -137,12 +110,3 @@ def test_invalid_launches_are_rejected(device):
     assert device.xp.launches == []
     start(device, "write_at", p, 0, shared=227 << 10)
     assert device.xp.launches == [Launch("mistakes", "write_at", (1,), (32,), 227 << 10)]
-
-
-@pytest.mark.parametrize("defines", [(), ("FIBERS_UCONTEXT",)], ids=["own switch", "ucontext"])
-def test_unwritten_shared_memory_is_nan(device, defines):
-    p = device.zeros((2, 2, 64), np.float32)
-    start(device, "unwritten", p, grid=(2,), block=(64,), shared=256, defines=defines)
-    fixed, dynamic = device.download(p)
-    assert np.all(fixed[0] == 2) and np.all(dynamic[0] == 2)
-    assert fixed[1, 0] == 1 and np.all(np.isnan(fixed[1, 1:])) and np.all(np.isnan(dynamic[1]))

@@ -98,10 +98,8 @@ def test_unknown_parts_are_rejected_and_late_ones_named(tmp_path):
 @pytest.mark.ci
 def test_missing_program_skips_its_part(tmp_path):
     done, found = session(tmp_path, "A", 60, parts="sanitize collect", tools={})
-    for part in ("sanitize", "collect"):
-        assert found["parts"][part]["exit_code"] is None
-        assert f"{part}: skipped: {found['parts'][part]['skipped']}" in done.stdout
-    assert "compute-sanitizer" in found["parts"]["sanitize"]["skipped"]
+    part = found["parts"]["sanitize"]
+    assert part["exit_code"] is None and f"sanitize: skipped: {part['skipped']}" in done.stdout
 
 
 @pytest.mark.ci

@@ -287,11 +287,7 @@ def test_compare_finds_settings_changed_at_resume(folder):
 
 
 def test_compare_finds_differences_without_cause(folder, tmp_path):
-    shutil.copytree(folder / "one", tmp_path / "flipped")
-    path = tmp_path / "flipped" / "metrics.jsonl"
-    lines = [json.loads(line) for line in path.read_text().splitlines()]
-    lines[3]["loss"] *= 1 + 2**-23
-    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    change_loss(shutil.copytree(folder / "one", tmp_path / "flipped"), 4, 1 + 2**-23)
     result = inside("compare", folder / "one", tmp_path / "flipped")
     assert result.returncode == 1 and "loss 6 5 step 4: " in " ".join(result.stdout.split())
     assert "the runs diverge at step 4, but no setting differs" in result.stderr
