@@ -45,19 +45,13 @@ LINES = {
 }
 # Invalid launch lines with --min-ranks 2.
 WRONG = {
-    "mpirun -n 2 distgpt infer": "pass the launch line",
-    "train --out x": "pass the launch line",
-    "mpirun -n 1 distgpt train : -n 1 distgpt train": "the :",
-    "mpirun -n 2 -hosts a,b distgpt train": "-hosts",
-    "mpirun --host=a,b distgpt train": "--host",
-    "mpirun -f h distgpt train": "-n 8",
-    "mpirun -n x distgpt train": "-n 8",
-    "distgpt train": "--out",
-    "distgpt train --log-format json": "--out",
-    "distgpt train --out x --resume y": "omit --resume",
-    "distgpt train --out x": "--min-ranks 2",
-    "mpirun -n 2 -f nowhere distgpt train --out x": "nowhere",
-}
+    "mpirun -n 2 distgpt infer": "pass the launch line", "train --out x": "pass the launch line",
+    "mpirun -n 1 distgpt train : -n 1 distgpt train": "the :", "mpirun -n 2 -hosts a,b distgpt train": "-hosts",
+    "mpirun --host=a,b distgpt train": "--host", "mpirun -f h distgpt train": "-n 8",
+    "mpirun -n x distgpt train": "-n 8", "distgpt train": "--out",
+    "distgpt train --log-format json": "--out", "distgpt train --out x --resume y": "omit --resume",
+    "distgpt train --out x": "--min-ranks 2", "mpirun -n 2 -f nowhere distgpt train --out x": "nowhere",
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("text", LINES)

@@ -106,16 +106,12 @@ def test_errors_name_existing_pages():
 # Command lines, and the completions of the last word.
 FILE = "a file"
 COMPLETED = {
-    "train --data my": [FILE],
-    "train --data st": ["story"],
-    "train --val na": ["names"],
-    "train --tokenizer by": ["byte"],
-    "train --resume au": ["auto"],
-    "tune --data st": [FILE],
-    "estimate --data co": ["corpus"],
-    "bench infer --preset gpt2-m": ["gpt2-medium", "gpt2-modern"],
+    "train --data my": [FILE], "train --data st": ["story"],
+    "train --val na": ["names"], "train --tokenizer by": ["byte"],
+    "train --resume au": ["auto"], "tune --data st": [FILE],
+    "estimate --data co": ["corpus"], "bench infer --preset gpt2-m": ["gpt2-medium", "gpt2-modern"],
     "bench stages --preset ti": ["tiny", "tiny-adamw"],
-}
+}  # fmt: skip
 
 
 def test_files_and_names_are_completed():

@@ -106,17 +106,14 @@ def test_template_limits_are_enforced():
     doubled = "{% set ns = namespace(a='ab') %}"
     doubled += "{% for i in range(60) %}{% set ns.a = ns.a ~ ns.a %}{% endfor %}"
     for source, message in (
-        (loop, "exceeded 1.5 s"),
-        (doubled, "memory"),
-        ("{{ 'a' * 20000000 }}", "has 20,000,000 characters"),
-        ("{{ messages.__class__.__mro__ }}", "unsafe"),
+        (loop, "exceeded 1.5 s"), (doubled, "memory"),
+        ("{{ 'a' * 20000000 }}", "has 20,000,000 characters"), ("{{ messages.__class__.__mro__ }}", "unsafe"),
         ("{{ messages.append(1) }}", "is unsafe"),
         ("{{ raise_exception('Only user\nand assistant') }}", r"Only user\\nand assistant"),
-        ("{% if %}", "Expected an expression"),
-        ("{{ 1 / 0 }}", "ZeroDivisionError"),
+        ("{% if %}", "Expected an expression"), ("{{ 1 / 0 }}", "ZeroDivisionError"),
         ("{{ messages[0].content.nothing.at_all }}", "undefined|has no attribute"),
         ("{% include '/etc/passwd' %}", "no loader"),
-    ):
+    ):  # fmt: skip
         begun = time.monotonic()
         with pytest.raises(DataError, match=f"chat template: .*({message})"):
             bounded.render(source, {"messages": [{"content": "a"}]})
@@ -241,21 +238,17 @@ def test_plain_text_is_trained_whole(plain, tmp_path):
 
 
 NO_ROWS = (
-    ("{", "Expecting property name"),
-    ("The lamp was lit.", "not JSON, such as ", "use distgpt train"),
-    ("[1]", "not a JSON object"),
-    ({"question": "a"}, "it has 'question' but requires \"messages\""),
-    ({}, "it has nothing"),
-    ({"messages": [{"role": "robot", "content": "a"}]}, "message 1: unknown role 'robot'"),
+    ("{", "Expecting property name"), ("The lamp was lit.", "not JSON, such as ", "use distgpt train"),
+    ("[1]", "not a JSON object"), ({"question": "a"}, "it has 'question' but requires \"messages\""),
+    ({}, "it has nothing"), ({"messages": [{"role": "robot", "content": "a"}]}, "message 1: unknown role 'robot'"),
     ({"messages": TURN[:1]}, "no answer"),
     ({"conversations": [{"from": "bing", "value": "a"}]}, "message 1: unknown role 'bing'"),
     ({"conversations": [3]}, "message 1 must be an object"),
     ({"prompt": "a", "completion": " "}, "an answer is empty"),
     ({"prompt": ["a"], "completion": "b"}, "'prompt' is not a string"),
     ({"instruction": "a", "input": 3, "output": "b"}, "'input' is not a string"),
-    ({"text": "  "}, "the text is empty"),
-    ('{"text": "\\ud800"}', "UTF-8"),
-)
+    ({"text": "  "}, "the text is empty"), ('{"text": "\\ud800"}', "UTF-8"),
+)  # fmt: skip
 
 
 @pytest.mark.parametrize(("bad", "words"), [(bad, words) for bad, *words in NO_ROWS])

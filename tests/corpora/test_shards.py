@@ -153,15 +153,11 @@ def test_corrupt_or_missing_shard_is_named(folder):
     path.write_bytes(before[:-3] + bytes([before[-3] ^ 1]) + before[-2:])
     refuse_second_shard(folder, manifest, "SHA-256", opening=False)
     for data, message in (
-        (before[:-1], "141 bytes, but 142 in the manifest"),
-        (before + b"\0", "143 bytes"),
-        (b"", "0 bytes"),
-        (before.replace(b"<u2", b">u2"), "header"),
-        (before.replace(b"<u2", b"|O8"), "header"),
-        (before.replace(b"False", b"True "), "header"),
-        (before.replace(b"(7,)", b"(8,)"), "header"),
-        (before.replace(b"\x01\x00v", b"\x02\x00v"), "header"),
-    ):
+        (before[:-1], "141 bytes, but 142 in the manifest"), (before + b"\0", "143 bytes"),
+        (b"", "0 bytes"), (before.replace(b"<u2", b">u2"), "header"),
+        (before.replace(b"<u2", b"|O8"), "header"), (before.replace(b"False", b"True "), "header"),
+        (before.replace(b"(7,)", b"(8,)"), "header"), (before.replace(b"\x01\x00v", b"\x02\x00v"), "header"),
+    ):  # fmt: skip
         assert data != before
         path.write_bytes(data)
         refuse_second_shard(folder, manifest, message)

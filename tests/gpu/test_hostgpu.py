@@ -97,14 +97,11 @@ def test_invalid_launches_are_rejected(device):
     p = device.zeros((4,), np.float32)
     for kernel, args, how, message in (
         ("write_at", (p,), {}, "takes 2 arguments, was given 1"),
-        ("floating", (p, 1.0), {}, "argument 1 is f, was given d"),
-        ("nothing", (p,), {}, "no such kernel"),
-        ("write_at", (p, 0), {"grid": (0,)}, "grid"),
-        ("write_at", (p, 0), {"grid": (1, 65536)}, "grid"),
-        ("write_at", (p, 0), {"block": (48,)}, "48 threads"),
-        ("write_at", (p, 0), {"block": (4, 1, 128)}, "block"),
+        ("floating", (p, 1.0), {}, "argument 1 is f, was given d"), ("nothing", (p,), {}, "no such kernel"),
+        ("write_at", (p, 0), {"grid": (0,)}, "grid"), ("write_at", (p, 0), {"grid": (1, 65536)}, "grid"),
+        ("write_at", (p, 0), {"block": (48,)}, "48 threads"), ("write_at", (p, 0), {"block": (4, 1, 128)}, "block"),
         ("write_at", (p, 0), {"shared": (227 << 10) + 1}, "shared memory"),
-    ):
+    ):  # fmt: skip
         with pytest.raises(HostGpuError, match=message):
             start(device, kernel, *args, **how)
     assert device.xp.launches == []

@@ -109,19 +109,14 @@ def test_pipe_reports_error_and_exits(monkeypatch, tmp_path):
     taken = tmp_path / "taken"
     taken.write_text("mine")
     for text, code, message in (
-        ("", 2, "standard input has no message"),
-        ("\n \n", 2, "has no message"),
-        (b"\xff\xfe\n", 65, "standard input, line 1 is not valid UTF-8"),
-        ("/frob\n", 2, "/frob"),
-        ("/save\n", 2, "requires a file name"),
-        (f"/save {taken}\n", 2, "nothing to save yet"),
-        (f"hi\n/save {taken}\n", 2, "already exists"),
-        (f"hi\n/save {tmp_path}/none/chat\n", 74, "No such file"),
+        ("", 2, "standard input has no message"), ("\n \n", 2, "has no message"),
+        (b"\xff\xfe\n", 65, "standard input, line 1 is not valid UTF-8"), ("/frob\n", 2, "/frob"),
+        ("/save\n", 2, "requires a file name"), (f"/save {taken}\n", 2, "nothing to save yet"),
+        (f"hi\n/save {taken}\n", 2, "already exists"), (f"hi\n/save {tmp_path}/none/chat\n", 74, "No such file"),
         (f"hi\n/save {'x' * 300}\n", 74, "File name too long"),
-        (f"hi\n/save ~nobody{'x' * 20}/chat\n", 74, "cannot write ~nobody"),
-        ("x" * 200, 2, "shorten it"),
+        (f"hi\n/save ~nobody{'x' * 20}/chat\n", 74, "cannot write ~nobody"), ("x" * 200, 2, "shorten it"),
         ("x" * (2 << 20), 65, "line 1 is longer than 1 MiB"),
-    ):
+    ):  # fmt: skip
         result = piped(text, monkeypatch=monkeypatch)
         assert result.returncode == code and message in result.stderr.splitlines()[-1], (text[:9], result)
         assert "Traceback" not in result.stderr

@@ -98,15 +98,11 @@ WRONG = {
     '{"prompt": "the", "temperatur": 1}': "did you mean 'temperature'",
     '{"prompt": "the", "lookup": 1}': "unknown setting 'lookup'",
     '{"prompt": "the", "prompt_logprobs": true}': "prompt_logprobs requires logprobs",
-    '{"prompt": "the", "temperature": -1}': "temperature must",
-    '{"prompt": "the", "stop": ["a", 3]}': "stop",
-    '{"prompt": ""}': "the prompt is empty",
-    '{"prompt": "zeppelin"}': "zeppelin",
-    '{"text": "the"}': 'no string "prompt"',
-    '["the"]': "not a JSON object",
-    '{"prompt": "the"': "line 2",
-    '{"prompt": "the", "n": 1, "n": 2}': "duplicate",
-}
+    '{"prompt": "the", "temperature": -1}': "temperature must", '{"prompt": "the", "stop": ["a", 3]}': "stop",
+    '{"prompt": ""}': "the prompt is empty", '{"prompt": "zeppelin"}': "zeppelin",
+    '{"text": "the"}': 'no string "prompt"', '["the"]': "not a JSON object",
+    '{"prompt": "the"': "line 2", '{"prompt": "the", "n": 1, "n": 2}': "duplicate",
+}  # fmt: skip
 
 
 def test_invalid_line_is_rejected_before_computing(infer, tmp_path):
@@ -130,16 +126,12 @@ def test_mismatched_requests_and_files_are_rejected(infer, trained, tmp_path):
     for words, code, *said in (
         ("p o --max-new-tokens 7", 2, "o, line 2", "other settings"),
         ("p o --dtype int8", 2, "o, line 1", "another model"),
-        ("p o --weights altered", 2, "o, line 1", "another model"),
-        ("p notes", 65, "notes, line 1", "not an answer"),
-        ("p twice", 65, "twice, line 6", "line 1"),
-        ("p no/o", 74, "no/o"),
-        ("p .", 74, "directory"),
-        ("nothing x", 74, "nothing"),
-        ("empty x", 65, "has no prompts"),
-        ("long x --overflow stop", 65, "long, line 2", "60 tokens", "context"),
+        ("p o --weights altered", 2, "o, line 1", "another model"), ("p notes", 65, "notes, line 1", "not an answer"),
+        ("p twice", 65, "twice, line 6", "line 1"), ("p no/o", 74, "no/o"),
+        ("p .", 74, "directory"), ("nothing x", 74, "nothing"),
+        ("empty x", 65, "has no prompts"), ("long x --overflow stop", 65, "long, line 2", "60 tokens", "context"),
         ("p x --lookup 65", 2, "lookup must"),
-    ):
+    ):  # fmt: skip
         prompts, out, *more = words.split()
         refused(infer("--prompts", prompts, "--out", out, *more), code, *said)
     for words in (["--prompts", "p"], ["--out", "o"], ["--prompts", "p", "--out", "x", "--json"]):

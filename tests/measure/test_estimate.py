@@ -206,16 +206,12 @@ def test_estimate_resolves_depth_and_time_like_train(monkeypatch, tmp_path):
 REFUSED = (
     ("--within 1m --no-measure", ["--within", "--no-measure", "--depth"]),
     ("--within 1m --stage mpi --ranks 4", ["--within", "--ranks", "--depth"]),
-    ("--within soon", ["'soon' is not a duration"]),
-    ("--ranks 2", ["serial", "--ranks"]),
-    ("--gpu-memory 80", ["--gpu-memory"]),
-    ("--threads 0", ["--threads must be at least 1"]),
-    ("--rate 5 --measure", ["--rate", "--measure"]),
-    ("--tokens ten", ["--tokens must"]),
-    ("--stage mpi --ranks 3", ["batch_size 16", "3 rank"]),
-    ("--stage cuda --threads 2", ["--threads"]),
+    ("--within soon", ["'soon' is not a duration"]), ("--ranks 2", ["serial", "--ranks"]),
+    ("--gpu-memory 80", ["--gpu-memory"]), ("--threads 0", ["--threads must be at least 1"]),
+    ("--rate 5 --measure", ["--rate", "--measure"]), ("--tokens ten", ["--tokens must"]),
+    ("--stage mpi --ranks 3", ["batch_size 16", "3 rank"]), ("--stage cuda --threads 2", ["--threads"]),
     ("--preset gpt3", ["gpt3"]),
-)
+)  # fmt: skip
 
 
 def test_estimate_rejects_mistakes():

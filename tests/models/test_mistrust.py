@@ -36,20 +36,14 @@ OF_GPT2 = [
     ({"model_type": "opt"}, "'opt'", "'gpt2', 'llama', 'mistral', 'qwen2' and 'qwen3'"),
     ({"activation_function": "gelu"}, "'gelu'", "gelu_new"),
     ({"scale_attn_weights": False}, "scale_attn_weights must"),
-    ({"add_cross_attention": True}, "add_cross_attention must"),
-    ({"quantization_config": {"bits": 4}}, "quantized"),
-    ({"n_layer": 10**6}, "n_layer", "at most 1000"),
-    ({"n_layer": 999}, "999 layers"),
-    ({"n_layer": 1}, "unexpected: 'h.1."),
-    ({"vocab_size": 0}, "vocab_size must"),
+    ({"add_cross_attention": True}, "add_cross_attention must"), ({"quantization_config": {"bits": 4}}, "quantized"),
+    ({"n_layer": 10**6}, "n_layer", "at most 1000"), ({"n_layer": 999}, "999 layers"),
+    ({"n_layer": 1}, "unexpected: 'h.1."), ({"vocab_size": 0}, "vocab_size must"),
     ({"vocab_size": 78}, "wte.weight is (77, 15), not (78, 15)"),
-    ({"n_positions": "13"}, "n_positions", "whole number"),
-    ({"n_head": 4}, "n_head (4)"),
-    ({"layer_norm_epsilon": "small"}, "layer_norm_epsilon"),
-    ({"tie_word_embeddings": "yes"}, "tie_word_embeddings"),
-    ({"tie_word_embeddings": False}, "missing: lm_head.weight"),
-    ({"bias": False}, "must be zero", "bias"),
-]
+    ({"n_positions": "13"}, "n_positions", "whole number"), ({"n_head": 4}, "n_head (4)"),
+    ({"layer_norm_epsilon": "small"}, "layer_norm_epsilon"), ({"tie_word_embeddings": "yes"}, "tie_word_embeddings"),
+    ({"tie_word_embeddings": False}, "missing: lm_head.weight"), ({"bias": False}, "must be zero", "bias"),
+]  # fmt: skip
 OF_LLAMA = [
     ({"num_key_value_heads": 2}, "num_attention_heads (3)", "num_key_value_heads (2)"),
     ({"num_key_value_heads": 0}, "num_key_value_heads", "at least 1"),
@@ -353,16 +347,12 @@ def test_rope_factors_must_match_llama_3(tmp_path, changes):
 
 
 TOKENIZERS = {
-    "a kind that is not ours": {"model": "bert"},
-    "no tokens": {"tokens": "abc"},
-    "tokens twice": {"tokens": ["a"] * 300},
-    "another way to cut": {"pre": "dbrx"},
-    "merges of nothing": {"merges": ["a", "b c d"]},
-    "no merges": {"merges": 3},
-    "no scores": {"model": "llama"},
-    "a list for a kind": {"model": np.ones(3, np.int32)},
+    "a kind that is not ours": {"model": "bert"}, "no tokens": {"tokens": "abc"},
+    "tokens twice": {"tokens": ["a"] * 300}, "another way to cut": {"pre": "dbrx"},
+    "merges of nothing": {"merges": ["a", "b c d"]}, "no merges": {"merges": 3},
+    "no scores": {"model": "llama"}, "a list for a kind": {"model": np.ones(3, np.int32)},
     "a template that is a list": {"tokenizer.chat_template": np.ones(3, np.int32)},
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", TOKENIZERS)

@@ -143,16 +143,12 @@ def test_invalid_peft_adapters_are_rejected(saved, tmp_path):
     refused(inside(*ask), 2, "--weights")
     kept = shutil.copytree(folder, tmp_path / "kept")
     for changes, *words in (
-        ({"use_dora": True}, "use_dora"),
-        ({"modules_to_save": ["lm_head"]}, "modules_to_save"),
-        ({"bias": "all"}, "bias"),
-        ({"peft_type": "LOHA"}, "LOHA"),
-        ({"init_lora_weights": "pissa_niter_4"}, "pissa"),
-        ({"lora_alpha": "much"}, "lora_alpha"),
-        ({"lora_alpha": 0}, "lora_alpha"),
-        ({"alpha_pattern": [1]}, "alpha_pattern"),
+        ({"use_dora": True}, "use_dora"), ({"modules_to_save": ["lm_head"]}, "modules_to_save"),
+        ({"bias": "all"}, "bias"), ({"peft_type": "LOHA"}, "LOHA"),
+        ({"init_lora_weights": "pissa_niter_4"}, "pissa"), ({"lora_alpha": "much"}, "lora_alpha"),
+        ({"lora_alpha": 0}, "lora_alpha"), ({"alpha_pattern": [1]}, "alpha_pattern"),
         ({"alpha_pattern": {"layers.[01].*": 2}}, "alpha_pattern"),
-    ):
+    ):  # fmt: skip
         shutil.copy(kept / "adapter_config.json", folder)
         change_json(folder / "adapter_config.json", **changes)
         refused(inside(*ask, "--weights", weights), 65, *words)

@@ -36,14 +36,10 @@ def shares_memory(comm, **how):
 
 
 @pytest.mark.parametrize("ranks, per_node, how, shares", [
-    (2, 2, {}, True),
-    (2, 2, {"reproducible_parts": 8}, True),
-    (4, 2, {"gradient_dtype": "bfloat16"}, True),
-    (4, 2, {}, True),
-    (4, 2, {"reproducible_parts": 8}, False),
-    (2, 1, {}, False),
-    (1, 1, {}, False),
-    (2, 2, {"grad_sync": "sharded"}, False),
+    (2, 2, {}, True), (2, 2, {"reproducible_parts": 8}, True),
+    (4, 2, {"gradient_dtype": "bfloat16"}, True), (4, 2, {}, True),
+    (4, 2, {"reproducible_parts": 8}, False), (2, 1, {}, False),
+    (1, 1, {}, False), (2, 2, {"grad_sync": "sharded"}, False),
     (2, 2, {"gradient_dtype": "bfloat16"}, False),
 ])  # fmt: skip
 def test_ranks_share_memory_for_suitable_settings(ranks, per_node, how, shares):

@@ -167,13 +167,10 @@ def test_text_size_is_estimated_without_reading(tmp_path):
 
 
 @pytest.mark.parametrize(("words", "named"), [
-    ("--depth 2 --preset gpt2", "fast"),
-    ("--within soon", "not a duration"),
-    ("--within 1m --set train_minutes=1", "train_minutes"),
-    ("--within 1m --steps 5", "--within and --steps"),
+    ("--depth 2 --preset gpt2", "fast"), ("--within soon", "not a duration"),
+    ("--within 1m --set train_minutes=1", "train_minutes"), ("--within 1m --steps 5", "--within and --steps"),
     ("--set train_minutes=1 --steps 5", "train_minutes and --steps"),
-    ("--depth 2 --n-layer 3", "--depth and --n-layer"),
-    ("--depth 2 --within 1m --n-layer 3", "--n-layer"),
+    ("--depth 2 --n-layer 3", "--depth and --n-layer"), ("--depth 2 --within 1m --n-layer 3", "--n-layer"),
     ("--depth 2 --seq-len 0", "seq_len"),
 ])  # fmt: skip
 def test_invalid_depth_and_time_are_rejected(words, named, tmp_path):

@@ -21,20 +21,13 @@ def test_ordinary_json_is_parsed():
 
 
 @pytest.mark.parametrize("text, reason", [
-    ("NaN", "number NaN"),
-    ("[-Infinity]", "number -Infinity"),
-    ("1e400", "number 1e400"),
-    ("9" * 5000, "number 99999"),
-    (str(2**64), "number 18446744073709551616"),
-    ('{"a": 1, "a": 2}', "duplicate"),
-    ('"\\ud800"', "UTF-8"),
-    ('{"\\udfff": 1}', "UTF-8"),
-    (b'"\xff"', "UTF-8"),
-    ("[" * 65 + "]" * 65, "deeply"),
-    ("[" * 100_000 + "]" * 100_000, "deeply"),
-    ('{"a":' * 65 + "1" + "}" * 65, "deeply"),
-    ("{", "Expecting"),
-    ("", "Expecting"),
+    ("NaN", "number NaN"), ("[-Infinity]", "number -Infinity"),
+    ("1e400", "number 1e400"), ("9" * 5000, "number 99999"),
+    (str(2**64), "number 18446744073709551616"), ('{"a": 1, "a": 2}', "duplicate"),
+    ('"\\ud800"', "UTF-8"), ('{"\\udfff": 1}', "UTF-8"),
+    (b'"\xff"', "UTF-8"), ("[" * 65 + "]" * 65, "deeply"),
+    ("[" * 100_000 + "]" * 100_000, "deeply"), ('{"a":' * 65 + "1" + "}" * 65, "deeply"),
+    ("{", "Expecting"), ("", "Expecting"),
 ])  # fmt: skip
 def test_unusual_json_is_rejected(text, reason, tmp_path):
     with pytest.raises(ValueError, match=reason):

@@ -103,16 +103,11 @@ def test_run_records_and_keeps_auto_dtype(tmp_path, free):
 
 
 @pytest.mark.parametrize("words, expected", [
-    ("--config {folder}/double.toml", "float64"),
-    ("--config {folder}/open.toml", "bfloat16"),
-    ("--config {folder}/double.toml --dtype auto", "bfloat16"),
-    ("--dtype float32", "float32"),
-    ("--reproducible-parts 2", "bfloat16"),
-    ("--deterministic", "bfloat16"),
-    ("--init {base}", "bfloat16"),
-    ("--init {base} --lora-rank 2", "bfloat16"),
-    ("--init {rounded} --lora-rank 2", "bfloat16"),
-    ("--depth 1 --seq-len 16 --batch-size 8", "bfloat16"),
+    ("--config {folder}/double.toml", "float64"), ("--config {folder}/open.toml", "bfloat16"),
+    ("--config {folder}/double.toml --dtype auto", "bfloat16"), ("--dtype float32", "float32"),
+    ("--reproducible-parts 2", "bfloat16"), ("--deterministic", "bfloat16"),
+    ("--init {base}", "bfloat16"), ("--init {base} --lora-rank 2", "bfloat16"),
+    ("--init {rounded} --lora-rank 2", "bfloat16"), ("--depth 1 --seq-len 16 --batch-size 8", "bfloat16"),
 ])  # fmt: skip
 def test_explicit_dtype_overrides_auto(words, expected, tmp_path, trained):
     (tmp_path / "double.toml").write_text('dtype = "float64"\n')

@@ -96,16 +96,12 @@ def steps_of(preset, threads, is_recorded, count=3, **changes):
 
 GPT2 = {"bias": True, "norm": "layernorm", "positions": "learned", "mlp": "gelu", "optimizer": "adamw"}
 RUNS = {
-    "tiny": ("tiny", {}),
-    "window": ("fast", {"window": 8}),
-    "swiglu": ("tiny-adamw", {}),
-    "gpt2": ("tiny-adamw", GPT2),
-    "micro-batches": ("tiny", {"grad_accum": 2}),
-    "every layer again": ("tiny", {"recompute": "block"}),
+    "tiny": ("tiny", {}), "window": ("fast", {"window": 8}),
+    "swiglu": ("tiny-adamw", {}), "gpt2": ("tiny-adamw", GPT2),
+    "micro-batches": ("tiny", {"grad_accum": 2}), "every layer again": ("tiny", {"recompute": "block"}),
     "grouped heads": ("tiny-adamw", {"n_head": 4, "n_kv_head": 2}),
-    "gains": ("tiny-adamw", {"qk_norm": True, "qk_norm_gain": True}),
-    "uneven": ("tiny", {"batch_size": 5}),
-}
+    "gains": ("tiny-adamw", {"qk_norm": True, "qk_norm_gain": True}), "uneven": ("tiny", {"batch_size": 5}),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name, dtype, threads", [*product(RUNS, NAMES, [3]), ("tiny", "float32", 1)])

@@ -19,20 +19,14 @@ CONVERT = "iconv -f ENCODING -t UTF-8"
 PLAIN = "convert it to plain text first"
 SAMPLE = bundled("weights", "sample.safetensors")
 FILES = {
-    "my.txt": TEXT.encode("latin-1"),
-    "u.txt": TEXT.encode("utf-16"),
+    "my.txt": TEXT.encode("latin-1"), "u.txt": TEXT.encode("utf-16"),
     "u.jsonl": '{"prompt": "a", "completion": "b"}\n'.encode("utf-16"),
-    "u.txt.gz": gzip.compress(TEXT.encode("utf-16")),
-    "my.pdf": b"%PDF",
-    "fine.txt": b"text",
-    "bad.jsonl": b'{"text": "a"}\n{"text": "b"}\n{\n',
-    "other.jsonl": b'{"content": "a"}\n',
-    "cut.txt.gz": gzip.compress(os.urandom(4000))[:2000],
-    "t.parquet": b"requires a table",
-    "x.zip": b"PK",
-    "none.jsonl": b"",
-    "two.jsonl": b'{"text": "ab"}\n{"text": "cd"}\n',
-}
+    "u.txt.gz": gzip.compress(TEXT.encode("utf-16")), "my.pdf": b"%PDF",
+    "fine.txt": b"text", "bad.jsonl": b'{"text": "a"}\n{"text": "b"}\n{\n',
+    "other.jsonl": b'{"content": "a"}\n', "cut.txt.gz": gzip.compress(os.urandom(4000))[:2000],
+    "t.parquet": b"requires a table", "x.zip": b"PK",
+    "none.jsonl": b"", "two.jsonl": b'{"text": "ab"}\n{"text": "cd"}\n',
+}  # fmt: skip
 REFUSED = {
     "train --data my.txt": f"UTF-8 text (byte 19); convert it first ({CONVERT})",
     "infer --prompt-file my.txt": CONVERT,

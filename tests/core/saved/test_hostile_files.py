@@ -73,25 +73,17 @@ def test_output_has_no_terminal_commands(weights, tmp_path):
     (curves / "metrics.jsonl").write_text('{"step": 1, "loss": 2.0}\n')
     nothing = evil / "nothing"
     for words in (
-        ["weights", "info", own],
-        ["weights", "export", own, "--out", evil / "hf"],
-        ["weights", "import", evil / "hf", "--out", evil / "back"],
-        ["weights", "info", evil / "hf"],
+        ["weights", "info", own], ["weights", "export", own, "--out", evil / "hf"],
+        ["weights", "import", evil / "hf", "--out", evil / "back"], ["weights", "info", evil / "hf"],
         ["eval", "--weights", own, "--val", "story", "--val-tokens", "64"],
-        ["eval", "--weights", own, "--hellaswag", evil / "h.jsonl"],
-        ["estimate", "--config", evil / "c.toml"],
-        ["plot", curves, "--title", ESCAPE, "--out", evil / "p.svg"],
-        ["tokenizer", "info", "byte", "--text", ESCAPE],
-        ["infer", "--weights", nothing],
-        ["infer", f"--{ESCAPE}"],
-        ["infer", "--top-k", ESCAPE],
-        ["infer", "--stage", ESCAPE],
-        ["train", "--data", nothing, "--out", evil / "run2"],
-        ["train", "--preset", ESCAPE],
-        [ESCAPE],
-        ["bench", ESCAPE],
+        ["eval", "--weights", own, "--hellaswag", evil / "h.jsonl"], ["estimate", "--config", evil / "c.toml"],
+        ["plot", curves, "--title", ESCAPE, "--out", evil / "p.svg"], ["tokenizer", "info", "byte", "--text", ESCAPE],
+        ["infer", "--weights", nothing], ["infer", f"--{ESCAPE}"],
+        ["infer", "--top-k", ESCAPE], ["infer", "--stage", ESCAPE],
+        ["train", "--data", nothing, "--out", evil / "run2"], ["train", "--preset", ESCAPE],
+        [ESCAPE], ["bench", ESCAPE],
         ["bench", "stages", "--stages", ESCAPE],
-    ):
+    ):  # fmt: skip
         result = inside(*words, env={"OPENBLAS_CORETYPE": ESCAPE})
         found = CONTROL.search(result.stdout + result.stderr)
         assert not found, (words, found, result.stdout + result.stderr)
