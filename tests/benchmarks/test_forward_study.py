@@ -20,14 +20,12 @@ DOUBLE = replace(FEW, dtype="float64")
 
 @pytest.mark.slow
 def test_study_prints_and_saves_results(tmp_path):
-    words = ["--preset", "microgpt", "--names", 60, "--repeats", 1, "--threads", 1]
-    words += ["--method", "batched", "--out", tmp_path]
-    done = run([sys.executable, forward_study.__file__, *words], env=unsteered())
+    words = ["--preset", "microgpt", "--names", 60, "--repeats", 1, "--threads", 1, "--method", "batched"]
+    done = run([sys.executable, forward_study.__file__, *words, "--out", tmp_path], env=unsteered())
     assert done.code == 0, done.errors
     found = json.loads((tmp_path / "forward-microgpt.json").read_text())
     assert [(r["method"], r["names"], r["ranks"]) for r in found["rows"]] == [("batched", 60, 1)]
-    page = assemble(*load_all(tmp_path))
-    assert "Forward pass: microgpt" in page and "Left out" not in page
+    assert "Forward pass: microgpt" in (page := assemble(*load_all(tmp_path))) and "Left out" not in page
 
 
 class Here(Study):

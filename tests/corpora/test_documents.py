@@ -216,8 +216,7 @@ def test_results_keep_order_with_few_in_flight(monkeypatch):
             yield number
 
     results = in_order(lambda item: item, items(), lambda item: 200, 2)
-    assert next(results) == 0
-    assert len(read) == 2 < AHEAD * 2  # one more than fits, so that a single large one passes
+    assert next(results) == 0 and len(read) == 2 < AHEAD * 2  # one more than fits, so that a single large one passes
     assert list(results) == [*range(1, 12)]
 
     def work(item):

@@ -84,12 +84,11 @@ def test_every_document_is_written_once(mixed, seed, shard_tokens, held_out, sep
 
 
 def test_order_depends_only_on_seed(mixed, tmp_path):
-    orders = []
     for number, seed in enumerate((0, 0, 1)):
         prepare(request(mixed, tmp_path / str(number), seed=seed, val_fraction=0.1), Quiet())
-        orders.append(everything(tmp_path / str(number)).tolist())
-    assert orders[0] == orders[1] != orders[2]
-    assert Counter(text[0] for text in text_of(tmp_path / "0", "val").split("\n")).keys() == {"a", "b"}
+    first, second, other = (everything(tmp_path / str(number)).tolist() for number in range(3))
+    assert first == second != other
+    assert {text[0] for text in text_of(tmp_path / "0", "val").split("\n")} == {"a", "b"}
 
 
 def test_tokenizers_have_separate_separators(inputs, tmp_path, small):

@@ -20,7 +20,7 @@ from distgpt.measure.verification.replaying import elapsed_at, refuse_other_rank
 from hypothesis import given
 from hypothesis import strategies as st
 
-from conftest import SMALL, ci_ranks, distgpt, inside, refused, succeeded
+from conftest import SMALL, ci_ranks, distgpt, inside, logged, refused, succeeded
 
 
 @pytest.fixture(scope="module")
@@ -113,11 +113,10 @@ def test_replay_skips_corrupt_checkpoint(copied):
 
 
 def change_loss(run, step, factor):
-    path = run / "metrics.jsonl"
-    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    lines = logged(run)
     for line in lines:
-        line["loss"] = line["loss"] * factor if line["step"] == step else line["loss"]
-    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+        line["loss"] *= factor if line["step"] == step else 1
+    (run / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
 
 
 def test_replay_separates_rounding_from_differences(without_facts):
@@ -360,10 +359,7 @@ def test_replay_explains_expected_rounding(one, other, says, how):
     assert says in reasons(one, other, **how)
 
 
-def test_elsewhere_paths_exist():
+def test_display_settings_are_neutral_and_other_paths_exist():
     assert all(path.exists() for path in ELSEWHERE) and PACKAGE / "core" not in ELSEWHERE
-
-
-def test_display_and_saving_settings_are_neutral():
     beside = {name for name, about in SETTINGS.items() if about.group in ("saving", "display")}
     assert {"keep", "sample_every"} < beside <= NEUTRAL <= {each.name for each in fields(TrainConfig)}
