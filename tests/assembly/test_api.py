@@ -272,8 +272,7 @@ def test_run_survives_change_of_working_directory(tmp_path, monkeypatch, data):
     monkeypatch.chdir(tmp_path)
     relative |= {"steps": 8, "out": done.directory.relative_to(tmp_path), "resume": "auto"}
     resumed = distgpt.train(**relative, on_step=lambda metrics: os.chdir(elsewhere))
-    assert [line["step"] for line in resumed.metrics if "loss" in line] == [7, 8]
-    assert not [*elsewhere.iterdir()]
+    assert [line["step"] for line in resumed.metrics if "loss" in line] == [7, 8] and not [*elsewhere.iterdir()]
 
 
 def test_callback_exception_ends_the_run(tmp_path):
@@ -282,8 +281,7 @@ def test_callback_exception_ends_the_run(tmp_path):
 
     with pytest.raises(ValueError, match="enough at 1"):
         distgpt.train(**SMALL, out=tmp_path / "run", on_step=refuse)
-    assert not (tmp_path / "run" / "weights.safetensors").exists()
-    assert summary(tmp_path / "run")["stop"] == "failed"
+    assert not (tmp_path / "run" / "weights.safetensors").exists() and summary(tmp_path / "run")["stop"] == "failed"
 
 
 def test_train_rejects_invalid_settings_before_writing(tmp_path):

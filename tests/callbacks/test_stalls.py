@@ -146,8 +146,7 @@ def test_single_process_reports_stall(quick, tmp_path, monkeypatch):
 
     monkeypatch.setattr(Step, "launch", launched)
     result = inside("train", *SMALL, "--steps", "6", "--stall-timeout", "0.5s", "--out", tmp_path / "run")
-    assert result.returncode == 0
-    assert "no progress for" in result.stdout and "time.sleep(1.5)" in result.stderr
+    assert result.returncode == 0 and "no progress for" in result.stdout and "time.sleep(1.5)" in result.stderr
     assert "continuing after" in result.stdout and signal.set_wakeup_fd(-1) == -1
 
 

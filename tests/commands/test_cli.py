@@ -76,8 +76,7 @@ def test_bundled_sample_is_announced(here):
 
 def test_auto_is_the_default_of_threads(infer):
     auto, left_out = (infer(*words, "--seed", "1", "--max-new-tokens", "8") for words in (["--threads", "auto"], []))
-    assert auto.returncode == 0 and auto.stdout == left_out.stdout
-    assert infer("--threads", "many").returncode == 2
+    assert auto.returncode == 0 and auto.stdout == left_out.stdout and infer("--threads", "many").returncode == 2
 
 
 def test_samples_stops_and_logprobs_on_command_line(infer, file):
@@ -244,8 +243,7 @@ def test_invalid_command_is_rejected_without_traces(words, code, said, files, fi
     # A later option replaces an earlier one.
     result = inside(words[0], *usual, *words[1:], cwd=files)
     refused(result, code, *said)
-    assert result.stdout == ""
-    assert {path: path.is_dir() or path.read_bytes() for path in files.iterdir()} == before
+    assert result.stdout == "" and {path: path.is_dir() or path.read_bytes() for path in files.iterdir()} == before
 
 
 MISTYPED = {"infer --prompt a --prompt-file b": "cannot be combined", "infer --promt a": "--prompt", "trian": "'train'"}
@@ -328,8 +326,7 @@ def test_read_only_or_full_disk_is_reported(here, tmp_path):
         assert [path.name for path in place.iterdir()] == ["filler"]
     with small_disk(place, "size=400k"):
         result = here("train", *SMALL, "--steps", "100", "--save-every", "1", "--out", place / "run")
-        assert result.returncode == 74 and len(result.stderr.splitlines()) == 1
-        assert "No space left" in result.stderr
+        assert result.returncode == 74 and len(result.stderr.splitlines()) == 1 and "No space left" in result.stderr
         kept = sorted(path.name for path in (place / "run" / "checkpoints").iterdir())
         assert kept and all(name.startswith("step-") for name in kept)
 

@@ -54,8 +54,7 @@ def test_large_feeds_are_split(monkeypatch):
 def test_compiled_slots_match_slot_bytes(kind):
     model = build("odd", KINDS[kind].kernels(1))
     slots = slots_for(model, 3)
-    assert isinstance(slots, CompiledSlots)
-    assert sum(array.nbytes for array in slots.cache) == 3 * slot_bytes(model)
+    assert isinstance(slots, CompiledSlots) and sum(array.nbytes for array in slots.cache) == 3 * slot_bytes(model)
 
 
 def test_plain_slots_match_slot_bytes():

@@ -308,8 +308,7 @@ def test_chats_reuse_slots_and_evict_least_recent(made, dtype):
     chats = [[first, *range(2, 9 + 4 * first)] for first in range(4)]  # the shortest first
     at = dict(enumerate(slot for slot, _ in begun(engine, *chats[:3])))
     assert set(at.values()) == {0, 1, 2} and begun(engine, [*chats[0], 9]) == [(at[0], len(chats[0]))]
-    assert begun(engine, chats[3]) == [(at[1], 0)]
-    assert begun(engine, [*chats[2], 9]) == [(at[2], len(chats[2]))]
+    assert begun(engine, chats[3]) == [(at[1], 0)] and begun(engine, [*chats[2], 9]) == [(at[2], len(chats[2]))]
     assert begun(engine, chats[1]) == [(at[0], 0)]
 
 

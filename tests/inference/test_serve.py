@@ -87,8 +87,7 @@ def test_stream_matches_whole_answer(served, path, more):
     status, headers, text = served.ask(path, {**how, **options})
     assert status == 200 and headers["content-type"] == "text/event-stream"
     *parts, last = pieces(text)
-    assert last["choices"] == [] and last["usage"] == whole["usage"]
-    assert {part["usage"] for part in parts} == {None}
+    assert last["choices"] == [] and last["usage"] == whole["usage"] and {part["usage"] for part in parts} == {None}
     assert {part["object"] for part in parts} == {"text_completion" if path == TEXT else "chat.completion.chunk"}
     for choice in whole["choices"]:
         mine = [part["choices"][0] for part in parts if part["choices"][0]["index"] == choice["index"]]
@@ -105,8 +104,7 @@ def test_stream_matches_whole_answer(served, path, more):
             assert len(choice["logprobs"]["content"]) == 12
             for each in choice["logprobs"]["content"]:
                 assert bytes(each["bytes"]).decode("utf-8", "ignore") in each["token"]
-                assert len(each["top_logprobs"]) == 3
-                assert each["logprob"] <= each["top_logprobs"][0]["logprob"]
+                assert len(each["top_logprobs"]) == 3 and each["logprob"] <= each["top_logprobs"][0]["logprob"]
 
 
 def test_logprobs_include_chosen_token(served):
@@ -127,8 +125,7 @@ def test_echo_scores_prompt_tokens(served, new):
     assert said["token_logprobs"] == [None, *(each.logprob for each in scored)]
     assert said["top_logprobs"][0] is None and len(said["top_logprobs"]) == 11 + new
     for token, top, own in zip(said["tokens"][1:], said["top_logprobs"][1:], scored, strict=True):
-        assert top[token] == own.logprob
-        assert max(top.values()) == own.alternatives[0][1] and len(top) in (2, 3)
+        assert top[token] == own.logprob and max(top.values()) == own.alternatives[0][1] and len(top) in (2, 3)
     for token, offset in zip(said["tokens"], said["text_offset"], strict=True):
         assert found["text"][offset : offset + len(token)] == token
     parts = [part["choices"][0] for part in pieces(served.ask(TEXT, {"prompt": prompt, "stream": True, **wanted})[2])]

@@ -213,8 +213,7 @@ def test_connection_is_rejected_if_all_are_busy():
     with server(seconds=0.01, limits={"connections": 2}) as found:
         running = [found.begin("a", max_tokens=100)[1] for _ in range(2)]
         assert found.ask("/v1/completions", {"prompt": "b", "max_tokens": 1})[0] == 503
-        assert all(each.read().endswith(b"[DONE]\n\n") for each in running)
-        assert found.complete("b", max_tokens=1)
+        assert all(each.read().endswith(b"[DONE]\n\n") for each in running) and found.complete("b", max_tokens=1)
 
 
 def test_parser_queue_is_bounded(monkeypatch):

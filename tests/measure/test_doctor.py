@@ -56,13 +56,11 @@ def test_doctor_reports_every_stage_in_100_columns(page):
     (rank,) = report["ranks"]
     assert rank["versions"]["numpy"] == np.__version__ and rank["compute"]["blas"]
     assert rank["core_share"] == rank["cores"] == len(os.sched_getaffinity(0))
-    assert 0 < rank["memory"]["available"] <= rank["memory"]["total"]
-    assert warnings_about("OPENBLAS", report) == []
+    assert 0 < rank["memory"]["available"] <= rank["memory"]["total"] and warnings_about("OPENBLAS", report) == []
     result = page("--stage", "serial", OPENBLAS_CORETYPE="Zen")
     assert result.returncode == 0 and result.stderr == ""
     lines = result.stdout.splitlines()
-    assert max(map(len, lines)) <= 100 and "\x1b" not in result.stdout
-    assert "OPENBLAS_CORETYPE=Zen" in result.stdout
+    assert max(map(len, lines)) <= 100 and "\x1b" not in result.stdout and "OPENBLAS_CORETYPE=Zen" in result.stdout
     assert [line.split()[0] for line in lines if line.strip().startswith(STAGES)] == list(STAGES)
 
 

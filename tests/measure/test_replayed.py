@@ -135,8 +135,7 @@ def test_replay_does_not_judge_late_steps(without_facts, monkeypatch):
     monkeypatch.setattr(comparing, "JUDGED", 2)
     change_loss(without_facts, 11, 1 + 1e-3)
     found, result = replayed(without_facts, "11:12")
-    assert (found["verdict"], result.returncode) == ("unjudged", 3)
-    assert "steps 11 to 12 not judged" in result.stderr
+    assert (found["verdict"], result.returncode) == ("unjudged", 3) and "steps 11 to 12 not judged" in result.stderr
     result = inside("replay", without_facts, "--steps", "10:12")
     assert result.returncode == 0 and "steps 11 to 12 not judged" in result.stdout
     change_loss(without_facts, 11, 2)

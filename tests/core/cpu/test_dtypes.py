@@ -95,8 +95,7 @@ def test_run_records_and_keeps_auto_dtype(tmp_path, free):
     expected, out = chosen(), tmp_path / "run"
     result = inside("train", *SMALL, *STEPS, "--out", out, env=FREE)
     assert result.returncode == 0 and f"{expected.name}: {expected.why}" in result.stdout
-    assert saved(out) == expected.name
-    assert not re.search('dtype = "auto"', RunDirectory(out).config.read_text())
+    assert saved(out) == expected.name and not re.search('dtype = "auto"', RunDirectory(out).config.read_text())
     other = F32 if expected.name == "bfloat16" else BF16
     assert ran(tmp_path / "branch", "--steps", "6", "--resume", out, env=other) == expected.name
     assert ran(out, "--steps", "6", "--resume", "auto", "--dtype", "auto", env=other) == expected.name

@@ -290,8 +290,7 @@ def test_pretrained_weights_ignore_preset_learning_rate(finished, tmp_path):
     words = [*TINY_BATCHES, "--preset", "gpt2", "--init", finished, "--out", tmp_path / "further"]
     assert "is trained further, with a peak learning rate of 5e-05 (--lr)" in train(*words).stdout
     t = RunDirectory(tmp_path / "further").saved().train
-    assert (t.lr, t.min_lr) == (5e-5, 0.0)
-    assert "all 2 steps are done" in train(*words, "--resume", "auto").stdout
+    assert (t.lr, t.min_lr) == (5e-5, 0.0) and "all 2 steps are done" in train(*words, "--resume", "auto").stdout
     assert RunDirectory(tmp_path / "further").saved().train == t
     train(*words[:-1], tmp_path / "other", "--lr", "1e-3", "--set", "min_lr=1e-4")
     assert RunDirectory(tmp_path / "other").saved().train.lr == 1e-3
