@@ -29,8 +29,7 @@ WORLD = threading.Condition(threading.RLock())  # held while any device works
 PATIENCE = 30  # seconds to wait for another thread's work
 
 
-class CudaError(RuntimeError):
-    """An error of CUDA."""
+class CudaError(RuntimeError): ...
 
 
 class FakeCupy:

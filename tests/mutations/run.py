@@ -155,7 +155,6 @@ def short(test):
 
 
 def collected():
-    """Return the names of the current tests."""
     with tempfile.TemporaryDirectory() as folder:
         Path(folder, "names.py").write_text(COLLECTED.format(f"{folder}/names.txt"))
         environment = {**os.environ, "PYTHONPATH": folder}

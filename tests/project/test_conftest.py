@@ -3,11 +3,10 @@
 import os
 import signal
 import subprocess
-from pathlib import Path
 
 import pytest
 
-from conftest import LONG, SMALL, TESTS, _server, distgpt, popen, wait_for
+from conftest import LONG, SMALL, TESTS, distgpt, popen, wait_for
 
 
 def test_files_have_unique_names():
@@ -42,12 +41,3 @@ def test_forked_command_receives_signals(tmp_path, number, code):
     os.killpg(process.pid, number)
     assert process.communicate(timeout=60)[1].startswith("distgpt: interrupted" if code == 130 else "")
     assert process.returncode == code
-
-
-@pytest.mark.ci
-def test_fork_server_has_no_mpi_or_threads():
-    process = Path(f"/proc/{_server().process.pid}")
-    distgpt("--version")
-    maps = (process / "maps").read_text()
-    assert not any(name in maps for name in ("libmpi", "mpi4py", "cupy")) and "llvmlite" in maps
-    assert len(list((process / "task").iterdir())) == 1
