@@ -97,8 +97,7 @@ def test_calls_from_threads_do_not_share_buffers(model, batch, name, monkeypatch
         found = getattr(model, name)(*[ids, ids][: 1 + (name in ("loss", "gradients"))])
         return {"gradients": lambda: found["final_norm.w"], "trace": lambda: found.logits}.get(name, lambda: found)()
 
-    expected = [call(ids) for ids in batch] * 3
-    forward = Pass.forward
+    expected, forward = [call(ids) for ids in batch] * 3, Pass.forward
 
     def slow(*arguments):
         found = forward(*arguments)

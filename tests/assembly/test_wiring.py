@@ -86,8 +86,7 @@ SETTINGS = {
 @pytest.mark.parametrize("settings", SETTINGS.values(), ids=SETTINGS)
 def test_run_matches_adamw_in_numpy(settings, begun, tmp_path):
     out = run(tmp_path / "run", "--steps", "3", "--init", begun, "--seed", "5", **settings)
-    logged = metrics(out)
-    model = distgpt.load(begun, dtype="float64")
+    logged, model = metrics(out), distgpt.load(begun, dtype="float64")
     text = model.tokenizer.encode(read_text(bundled("data", "story.txt")))
     # Tokens that equal their positions give the places of the sequences in the text.
     batches = Batches(ArrayTokens(np.arange(len(text), dtype=np.uint32)), CONTEXT, BATCH, seed=5)

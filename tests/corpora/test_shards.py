@@ -147,8 +147,7 @@ def refuse_second_shard(folder, manifest, message, opening=True):
 
 
 def test_corrupt_or_missing_shard_is_named(folder):
-    manifest = read_manifest(folder)
-    path = folder / "train-000000.npy"
+    manifest, path = read_manifest(folder), folder / "train-000000.npy"
     before = path.read_bytes()
     path.write_bytes(before[:-3] + bytes([before[-3] ^ 1]) + before[-2:])
     refuse_second_shard(folder, manifest, "SHA-256", opening=False)

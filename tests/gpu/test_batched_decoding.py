@@ -142,8 +142,7 @@ def test_device_sampling_matches_host(cuda_kernels):
 @needs_counts
 def test_nan_survives_cached_attention_in_parts(cuda_kernels):
     """A corrupt model must not generate plausible text."""
-    k = cuda_kernels("float32")
-    random = np.random.default_rng(1)
+    k, random = cuda_kernels("float32"), np.random.default_rng(1)
     cache, qkv, y = k.zeros(2, 1, 2, 600, 8), k.zeros(1, 48), k.zeros(1, 16)
     k.put(cache, random.standard_normal((2, 1, 2, 600, 8)))
     values = random.standard_normal((1, 48))

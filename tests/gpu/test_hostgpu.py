@@ -79,11 +79,8 @@ def test_arguments_must_have_declared_types(device):
         assert device.download(a)[0] == sum
     for at, wrong, message in (
         (0, b, r"argument 0 is \*H, was given \*f"),
-        (1, c, r"argument 1 is \*f, was given \*d"),
         (3, 3.0, "argument 3 is i, was given d"),
-        (3, np.int64(3), "argument 3 is i, was given q"),
         (3, None, r"argument 3 is i, was given \*"),
-        (4, 4, "argument 4 is d, was given i"),
         (1, HostDevice().zeros((4,), np.float32), "argument 1 is no array of this device"),
     ):
         args = [a, b, c, 3, 4.5]

@@ -114,8 +114,7 @@ def test_int8_files_reject_training_and_quantizing(files, tmp_path, error, words
 
 def test_corrupt_quantized_files_are_rejected(files, tmp_path):
     model, _, narrow, _ = files
-    damaged = tmp_path / "damaged.safetensors"
-    body = bytearray(narrow.read_bytes())
+    damaged, body = tmp_path / "damaged.safetensors", bytearray(narrow.read_bytes())
     body[-1] ^= 1
     damaged.write_bytes(body)
     with pytest.raises(DataError, match="checksum"):

@@ -48,8 +48,7 @@ def test_table_shows_first_step_and_fits_terminal(monkeypatch):
     for width, names in ((80, "first s  × serial  tokens/s    loss"), (100, "infer s  tokens/s   MB    loss    bits")):
         monkeypatch.setenv("COLUMNS", str(width))
         _, head, _, *rows = terminal([compared._table(comparison)]).splitlines()[:5]
-        assert names in head and len(head) <= width
-        assert "9.50" in rows[0] and "1.70" in rows[1]
+        assert names in head and len(head) <= width and "9.50" in rows[0] and "1.70" in rows[1]
 
 
 def test_differences_find_first_step_beyond_tolerance():

@@ -32,8 +32,7 @@ def units_of(count, size):
 @pytest.mark.parametrize("count, threads", [(1, 1), (2, 1), (4, 2), (8, 1), (16, 2)])
 def test_tree_of_units_on_one_rank(count, threads):
     layout = Layout([Spec("a", (9001,))])
-    units = units_of(count, layout.size + 1)
-    kernels = CpuKernels(threads=threads)
+    units, kernels = units_of(count, layout.size + 1), CpuKernels(threads=threads)
     grads = FlatBuffer(layout, kernels.accum_zeros, flags=3)
     tree = Tree(grads, kernels, count)
     for _ in range(2):  # its memory is used again

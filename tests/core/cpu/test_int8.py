@@ -60,8 +60,7 @@ def test_integers_are_exact_in_every_way(way, of):
     if not needed <= features():
         pytest.skip(f"needs {needed}")
     tile = routine(of.module(registers, dot), "tile", "nnpnppnnpn")
-    random = np.random.default_rng(5)
-    n = registers.columns
+    random, n = np.random.default_rng(5), registers.columns
     for rows in range(1, dot.rows + 1):
         for blocks, columns, extremes in ((1, n, True), (3, n - 5, False), (2, 1, True)):
             choice = [-127, 127] if extremes else np.arange(-127, 128)
@@ -91,8 +90,7 @@ def multiplied(c, a, x, w, panels):
     for i in range(x.shape[0]):
         quantise_row(a[i], x[i], 0, x.shape[1])
     block = record_of(w)[0]
-    blocks = (x.shape[1] + block - 1) // block
-    wide = operands.COLUMNS
+    blocks, wide = (x.shape[1] + block - 1) // block, operands.COLUMNS
     for i in range(x.shape[0]):
         for panel in range(panels):
             to, b = c[i:, panel * wide :], w[panel]

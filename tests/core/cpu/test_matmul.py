@@ -198,8 +198,7 @@ def test_bfloat16_rounds_to_nearest_even():
 
 
 def test_pack_transposed():
-    lanes = assembled.shape().lanes
-    random = np.random.default_rng(4)
+    lanes, random = assembled.shape().lanes, np.random.default_rng(4)
     for rows, k in ((1, 1), (lanes, lanes), (lanes + 1, 3 * lanes + 5), (70, 70), (2 * lanes, 2 * lanes)):
         for kind, pair in ((FLOAT, 1), (BITS, 2)):
             w = stored(random.standard_normal((rows, k)), kind)

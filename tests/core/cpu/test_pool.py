@@ -182,8 +182,7 @@ def test_worker_exception_keeps_the_pool(failing):
 
 @pytest.mark.parametrize("failing", range(3))
 def test_failed_call_keeps_the_pool(failing):
-    pool = Pool(3)
-    counter = counters(1, 3)[0]
+    pool, counter = Pool(3), counters(1, 3)[0]
     failing_orders = ParallelLaunch(pool, fail, [(i, failing, counter, 3) for i in range(3)], [counter])
     for _ in range(5):
         assert failing_orders.run() == [failing]
@@ -205,8 +204,7 @@ def test_failed_own_work_releases_threads():
 
 
 def test_launch_passes_packed_arguments():
-    pool = Pool(2)
-    seen = np.zeros(2, np.int64)
+    pool, seen = Pool(2), np.zeros(2, np.int64)
     packed = [PackedArgs((np.array([10 + i]), 3)) for i in range(2)]
     reading = ParallelLaunch(pool, read_packed, [(seen, i, packed[i]) for i in range(2)], [])
     assert reading.run() == [] and seen.tolist() == [30, 33]

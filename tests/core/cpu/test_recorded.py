@@ -168,8 +168,7 @@ def test_results_made_in_python_reach_later_loops():
 
 
 def test_profile_of_operations_sees_captured_calls():
-    kernels = CpuKernels("float32", 2)
-    x = np.ones(8, "float32")
+    kernels, x = CpuKernels("float32", 2), np.ones(8, "float32")
     work = record(kernels, lambda: kernels.add(x, x, x))
     work()
     seen = []
@@ -197,8 +196,7 @@ def test_team_threads_meet_in_each_call(make):
 
 
 def test_ignored_rows_are_read_per_call():
-    kernels = CpuKernels("float32", 2)
-    random = np.random.default_rng(0)
+    kernels, random = CpuKernels("float32", 2), np.random.default_rng(0)
     x, w = (random.standard_normal((rows, 24)).astype("float32") for rows in (70, 31))
     targets = random.integers(0, 31, 70).astype(np.int32)
     head = Head(w, kernels.zeros(32, 31), 31)

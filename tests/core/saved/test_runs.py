@@ -229,8 +229,7 @@ def test_run_directory_means_best_weights(runs, monkeypatch):
 
 
 def test_run_without_steps_is_replaced(runs, tmp_path):
-    out = tmp_path / "runs" / "tiny-adamw"
-    words = ["train", *SMALL, "--steps", "1"]
+    out, words = tmp_path / "runs" / "tiny-adamw", ["train", *SMALL, "--steps", "1"]
 
     def begun():
         shutil.copytree(runs / "sweep" / "second", out, dirs_exist_ok=True)

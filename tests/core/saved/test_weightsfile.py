@@ -149,8 +149,7 @@ SMALLEST = {"n_layer": 1, "n_head": 1, "n_embd": 2, "vocab_size": 3, "seq_len": 
 
 
 def test_corrupt_weights_are_rejected(path):
-    arrays = random_model(path, SMALLEST)
-    intact = path.read_bytes()
+    arrays, intact = random_model(path, SMALLEST), path.read_bytes()
     assert read_description(path).run.model == ModelConfig(**SMALLEST)
     for place in range(0, len(intact), 3):
         path.write_bytes(intact[:place] + bytes([intact[place] ^ 1 << place % 8]) + intact[place + 1 :])

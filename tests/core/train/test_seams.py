@@ -188,8 +188,7 @@ def test_run_with_corrupt_weights_leaves_nothing(tmp_path):
 
 
 def test_micro_batches_are_kept_for_equal_ranks():
-    before = preset("tiny", SIZE)
-    state = State(3, ranks=2, micro_batches=4)
+    before, state = preset("tiny", SIZE), State(3, ranks=2, micro_batches=4)
     assert micro_batches_so_far(state, before, 2) == 4
     assert micro_batches_so_far(state, before, 1) == 0  # other ranks
     fixed = preset("tiny", SIZE, {"reproducible_parts": 4})  # no longer fixed
