@@ -53,8 +53,7 @@ def test_methods_give_equal_losses():
     plain = replace(DOUBLE, method="python")
     refuse_different_losses([reference, row_of(plain, measure_plain(plain))])
     for method, dtype in (("serial", "float64"), ("batched", "float32")):
-        job = replace(FEW, method=method, dtype=dtype)
-        found = row_of(job, here(job))
+        found = row_of(job := replace(FEW, method=method, dtype=dtype), here(job))
         refuse_different_losses([reference, found])
         assert found["measured"] == found["names"] == 90 and found["seconds"] > 0, method
         assert found["tokens"] == sum(len(name) + 1 for name in bundled_names(90))
@@ -67,8 +66,6 @@ def test_different_loss_ends_the_command():
     for loss in (double["loss"] * (1 + 2 * AGREE["float32"]), math.nan, math.inf):
         with pytest.raises(DisagreementError, match="torch in float32"):
             refuse_different_losses([double, other | {"loss": loss}])
-    with pytest.raises(DisagreementError):  # the tolerance is smaller in float64
-        refuse_different_losses([double, double | {"loss": double["loss"] * (1 + 1e-8)}])
 
 
 @pytest.mark.ci

@@ -106,7 +106,6 @@ class FakeCupy:
             raise CudaError(f"{size} bytes at {address:#x} are nobody's memory")
 
     def started(self, function: Function, grid: Any, block: Any, args: Any, shared: int) -> Any:
-        """Return the work of a launch."""
         return lambda: None
 
 

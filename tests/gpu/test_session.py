@@ -96,14 +96,10 @@ def test_unknown_parts_are_rejected_and_late_ones_named(tmp_path):
 
 
 @pytest.mark.ci
-def test_missing_program_skips_its_part(tmp_path):
-    done, found = session(tmp_path, "A", 60, parts="sanitize collect", tools={})
+def test_failed_and_missing_programs_are_reported(tmp_path):
+    done, found = session(tmp_path / "lacking", "A", 60, parts="sanitize collect", tools={})
     part = found["parts"]["sanitize"]
     assert part["exit_code"] is None and f"sanitize: skipped: {part['skipped']}" in done.stdout
-
-
-@pytest.mark.ci
-def test_failed_setup_and_sanitizer_are_reported(tmp_path):
     program(tmp_path / "carry" / "wheels.tar.xz", "no archive")
     done, found = session(tmp_path, "A", 60, parts="sanitize", PY="/no/such/python")
     code = found["parts"]["prepare"]["exit_code"]
