@@ -45,6 +45,9 @@ def test_recipes_match_pyproject():
     made = recipes.made()
     for path, text in made.items():
         assert (PACKAGING / path).read_text() == text, f"{path} is old: python packaging/recipes.py"
+    others = {path for path in PACKAGING.rglob("*") if path.is_file() and "__pycache__" not in path.parts}
+    kept = {PACKAGING / "recipes.py", PACKAGING / "README.md", *(PACKAGING / "templates").iterdir()}
+    assert others - kept == {PACKAGING / path for path in made}, "a recipe of another version is still there"
     assert f"version: {__version__}\n" in (ROOT / "CITATION.cff").read_text()
     needed = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["dependencies"]
     for name in (Requirement(each).name for each in needed):
