@@ -262,7 +262,6 @@ def refused(result, code, *words, late=False):
 
 @pytest.fixture(scope="session")
 def trained(tmp_path_factory):
-    """Return the directory of a short run."""
     return train(tmp_path_factory.mktemp("trained") / "run", "--steps", "30", "--save-every", "10")
 
 

@@ -97,8 +97,7 @@ def test_calls_from_threads_do_not_share_buffers(model, batch, name, monkeypatch
         found = getattr(model, name)(*[ids, ids][: 1 + (name in ("loss", "gradients"))])
         return {"gradients": lambda: found["final_norm.w"], "trace": lambda: found.logits}.get(name, lambda: found)()
 
-    expected = [call(ids) for ids in batch] * 3
-    forward = Pass.forward
+    expected, forward = [call(ids) for ids in batch] * 3, Pass.forward
 
     def slow(*arguments):
         found = forward(*arguments)
@@ -223,10 +222,8 @@ def test_train_calls_back_and_returns_model(tmp_path):
     steps, evaluations, notes = [], [], []
     listeners = {"on_step": steps.append, "on_evaluation": evaluations.append, "on_note": notes.append}
     done = distgpt.train(**SMALL, out=tmp_path / "run", **listeners)
-    assert done.directory == tmp_path / "run"
-    assert [step["step"] for step in steps] == [1, 2, 3, 4, 5, 6]
-    assert [found["step"] for found in evaluations] == [0, 3, 6]
-    assert done.metrics == logged(done.directory)
+    assert done.directory == tmp_path / "run" and [step["step"] for step in steps] == [1, 2, 3, 4, 5, 6]
+    assert [found["step"] for found in evaluations] == [0, 3, 6] and done.metrics == logged(done.directory)
     loaded = distgpt.load(done.directory / "weights.safetensors")
     tokens = loaded.tokenizer.encode("the lamp")
     np.testing.assert_array_equal(done.model.logits(tokens), loaded.logits(tokens))
@@ -274,8 +271,7 @@ def test_run_survives_change_of_working_directory(tmp_path, monkeypatch, data):
     monkeypatch.chdir(tmp_path)
     relative |= {"steps": 8, "out": done.directory.relative_to(tmp_path), "resume": "auto"}
     resumed = distgpt.train(**relative, on_step=lambda metrics: os.chdir(elsewhere))
-    assert [line["step"] for line in resumed.metrics if "loss" in line] == [7, 8]
-    assert not [*elsewhere.iterdir()]
+    assert [line["step"] for line in resumed.metrics if "loss" in line] == [7, 8] and not [*elsewhere.iterdir()]
 
 
 def test_callback_exception_ends_the_run(tmp_path):
@@ -284,8 +280,7 @@ def test_callback_exception_ends_the_run(tmp_path):
 
     with pytest.raises(ValueError, match="enough at 1"):
         distgpt.train(**SMALL, out=tmp_path / "run", on_step=refuse)
-    assert not (tmp_path / "run" / "weights.safetensors").exists()
-    assert summary(tmp_path / "run")["stop"] == "failed"
+    assert not (tmp_path / "run" / "weights.safetensors").exists() and summary(tmp_path / "run")["stop"] == "failed"
 
 
 def test_train_rejects_invalid_settings_before_writing(tmp_path):

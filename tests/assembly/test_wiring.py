@@ -86,8 +86,7 @@ SETTINGS = {
 @pytest.mark.parametrize("settings", SETTINGS.values(), ids=SETTINGS)
 def test_run_matches_adamw_in_numpy(settings, begun, tmp_path):
     out = run(tmp_path / "run", "--steps", "3", "--init", begun, "--seed", "5", **settings)
-    logged = metrics(out)
-    model = distgpt.load(begun, dtype="float64")
+    logged, model = metrics(out), distgpt.load(begun, dtype="float64")
     text = model.tokenizer.encode(read_text(bundled("data", "story.txt")))
     # Tokens that equal their positions give the places of the sequences in the text.
     batches = Batches(ArrayTokens(np.arange(len(text), dtype=np.uint32)), CONTEXT, BATCH, seed=5)
@@ -104,8 +103,7 @@ def test_run_matches_adamw_in_numpy(settings, begun, tmp_path):
         lr = rate(c, step, 3)
         found = logged[step + 1]
         assert found["loss"] == pytest.approx(model.loss(x, y), rel=1e-10)
-        assert found["grad_norm"] == pytest.approx(norm, rel=1e-10)
-        assert found["lr"] == pytest.approx(lr, rel=1e-12)
+        assert found["grad_norm"] == pytest.approx(norm, rel=1e-10) and found["lr"] == pytest.approx(lr, rel=1e-12)
         for name, values in p.items():
             g = grads[name] * (min(1.0, c["clip"] / norm) if c["clip"] else 1.0)
             m[name] = c["beta1"] * m[name] + (1 - c["beta1"]) * g

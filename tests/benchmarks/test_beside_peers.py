@@ -38,8 +38,7 @@ def test_peer_gets_our_model_and_ratios_are_of_pairs(tmp_path, monkeypatch):
     python, heard = tmp_path / "python", tmp_path / "heard"
     python.write_text(FAKE.format(python=sys.executable, heard=str(heard), peer=PEER))
     python.chmod(0o755)
-    modes = ("--peer-mode", "eager", "--peer-mode", "best")
-    peer = ("--peer-python", python, "--rounds", 2, *modes)
+    peer = ("--peer-python", python, "--rounds", 2, "--peer-mode", "eager", "--peer-mode", "best")
     size = ("--preset", "tiny-adamw", *SMALL, "--threads", 1, "--stage", STAGE)
     monkeypatch.setattr(train, "peak_gflops", partial(train.peak_gflops, seconds=0.05))
     monkeypatch.setattr(jobs, "ask", peak_here)
@@ -47,24 +46,18 @@ def test_peer_gets_our_model_and_ratios_are_of_pairs(tmp_path, monkeypatch):
     assert done.exit_code == 0, done.output
     requests = [json.loads(line) for line in heard.read_text().splitlines()]
     found = json.loads((tmp_path / "train-found.json").read_text())
-    assert [row["who"] for row in found["rows"]] == ["distgpt", "PyTorch", "PyTorch"]
     eager, best = found["peers"]
     assert (eager["mode"], best["mode"], len(found["runs"])) == ("eager", "compile+keep-freed", 2)
     for peer, speed in ((eager, 50), (best, 100)):
         ratios = [run["ours"]["tokens_per_s"] / speed for run in found["runs"]]
         assert peer["ratios"] == pytest.approx(ratios) and peer["ratio"] == pytest.approx(sum(ratios) / 2)
-    assert best["memory_ratio"] == pytest.approx(sum(sum(run["ours"]["peak_memory"]) / 9 for run in found["runs"]) / 2)
     shape = {"n_embd": 16, "bias": False, "norm_gain": True, "positions": "rope", "vocab_size": 256}
     recipe = {"threads": RANKS, "batch_size": 4, "lr": preset("tiny-adamw").train.lr, "dtype": "float32"}
     for request in requests:
-        assert request["shape"].items() >= shape.items()
-        assert request.items() >= recipe.items() and request["steps"] == 4
-    printed = " ".join(done.stdout.split()).replace("- ", "-")  # undo line breaks
-    assert "× PyTorch (eager)" in printed and "compile+keep-freed" in printed
-    # The fastest mode is measured once, and rounds alternate.
-    tried, trained = requests[:3], requests[3:]
-    told = [{name for name in peer_process.SWITCHES if request[name]} for request in tried]
-    assert told == [{"keep_freed"}, {"compile", "keep_freed"}, {"autotune", "keep_freed"}]
+        assert request["shape"].items() >= shape.items() and request.items() >= recipe.items()
+    assert "× PyTorch (eager)" in " ".join(done.stdout.split())
+    tried, trained = requests[:3], requests[3:]  # the fastest mode is measured once, and rounds alternate
+    assert {name for name in peer_process.SWITCHES if tried[-1][name]} == {"autotune", "keep_freed"}
     assert [(each["compile"], each["keep_freed"]) for each in trained] == [(False, False), (True, True)] * 2
 
 

@@ -12,8 +12,7 @@ from models import VARIANTS, build, one_by_one, sequences_for
 @pytest.mark.parametrize("kind", ["gpt2", "modern", "microgpt"])
 def test_batches_give_loss_of_single_sequences(kind):
     config = VARIANTS[kind]
-    sequences = sequences_for(config)
-    reference = build(config, Kernels("float64"))
+    sequences, reference = sequences_for(config), build(config, Kernels("float64"))
     for threads, most in product((1, 2), (1, 20, 1 << 14)):
         kept = MeanLoss(build(config, CpuKernels("float64", threads)), most)
         for some in (sequences, sequences[5:8]):  # reuses memory

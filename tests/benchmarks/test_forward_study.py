@@ -4,17 +4,15 @@ import sys
 from dataclasses import replace
 
 import forward_study
-import forward_work
 import pytest
 from benching import FEW, found_in, here
 from click.testing import CliRunner
 from distgpt.cluster.jobs.processes import run
 from distgpt.core.base.errors import DisagreementError, DistgptError
 from distgpt.measure.jobs import unsteered
-from distgpt.show.page import tabulated
 from forward_peers import measure_plain
-from forward_study import Study, StudyOptions, methods_and_launcher
-from forward_work import AGREE, COLUMNS, bundled_names, refuse_different_losses, row_of, sequences, with_speedups
+from forward_study import Study, StudyOptions
+from forward_work import AGREE, bundled_names, refuse_different_losses, row_of
 from report import assemble, load_all
 
 DOUBLE = replace(FEW, dtype="float64")
@@ -22,14 +20,12 @@ DOUBLE = replace(FEW, dtype="float64")
 
 @pytest.mark.slow
 def test_study_prints_and_saves_results(tmp_path):
-    words = ["--preset", "microgpt", "--names", 60, "--repeats", 1, "--threads", 1]
-    words += ["--method", "batched", "--out", tmp_path]
-    done = run([sys.executable, forward_study.__file__, *words], env=unsteered())
+    words = ["--preset", "microgpt", "--names", 60, "--repeats", 1, "--threads", 1, "--method", "batched"]
+    done = run([sys.executable, forward_study.__file__, *words, "--out", tmp_path], env=unsteered())
     assert done.code == 0, done.errors
     found = json.loads((tmp_path / "forward-microgpt.json").read_text())
     assert [(r["method"], r["names"], r["ranks"]) for r in found["rows"]] == [("batched", 60, 1)]
-    page = assemble(*load_all(tmp_path))
-    assert "Forward pass: microgpt" in page and "Left out" not in page
+    assert "Forward pass: microgpt" in (page := assemble(*load_all(tmp_path))) and "Left out" not in page
 
 
 class Here(Study):
@@ -48,32 +44,8 @@ def test_study_measures_each_type_and_method():
     rows = study_of(["batched"], ["float32", "float64"], names=80).rows(["microgpt"])
     assert [(r["names"], r["dtype"]) for r in rows] == [(80, dtype) for dtype in ("float32", "float64")]
     jobs = study_of(["serial", "batched", "cuda"], ["float32", "bfloat16"]).jobs("S", 2)
-    assert [(job.method, job.dtype) for job in jobs] == [
-        ("serial", "float64"),
-        *((method, dtype) for method in ("batched", "cuda") for dtype in ("float32", "bfloat16")),
-    ]
-    for methods, dtypes in ((("serial", "batched"), ("bfloat16",)), (("serial",), ("float32",))):
-        assert methods_and_launcher(StudyOptions(methods=methods, dtypes=dtypes))[0] == list(methods)
-
-
-def test_part_of_the_names_is_scaled_and_marked():
-    job = replace(DOUBLE, method="serial")
-    part = here(replace(job, names=70))
-    found = row_of(job, part)
-    whole, some = sequences(90), sequences(70)
-    share = (len(whole.tokens) - 90) / (len(some.tokens) - 70)
-    assert found["seconds"] == pytest.approx(part["seconds"] * share) and found["measured"] == 70
-    study = study_of(["serial"])
-    study.check_part(found)
-    with pytest.raises(DisagreementError):
-        study.check_part(found | {"loss": found["loss"] * 1.001})
-    fast = row_of(FEW, found_in(1.0, measured=90)) | {"peak_gpu_memory": [3_000_000]}
-    rows = with_speedups([row_of(job, found_in(8.0, measured=30)), fast])
-    assert [row["speedup"] for row in rows] == [1.0, pytest.approx(rows[0]["seconds"])]
-    shown = {cell[1]: cell for cell in tabulated(COLUMNS, rows).rows}
-    assert [cell.endswith("*") for cell in shown["serial"]] == [False] * 4 + [True] + [False] * 3
-    assert shown["batched"][4:8] == ["1.00", f"{rows[0]['seconds']:.1f}", "90", "5 + 3 GPU"]
-    assert "30 of 90 names" in forward_work.blocks({"rows": rows})[-1].note
+    dtypes = [(method, dtype) for method in ("batched", "cuda") for dtype in ("float32", "bfloat16")]
+    assert [(job.method, job.dtype) for job in jobs] == [("serial", "float64"), *dtypes]
 
 
 def test_methods_give_equal_losses():
@@ -81,8 +53,7 @@ def test_methods_give_equal_losses():
     plain = replace(DOUBLE, method="python")
     refuse_different_losses([reference, row_of(plain, measure_plain(plain))])
     for method, dtype in (("serial", "float64"), ("batched", "float32")):
-        job = replace(FEW, method=method, dtype=dtype)
-        found = row_of(job, here(job))
+        found = row_of(job := replace(FEW, method=method, dtype=dtype), here(job))
         refuse_different_losses([reference, found])
         assert found["measured"] == found["names"] == 90 and found["seconds"] > 0, method
         assert found["tokens"] == sum(len(name) + 1 for name in bundled_names(90))
@@ -95,8 +66,6 @@ def test_different_loss_ends_the_command():
     for loss in (double["loss"] * (1 + 2 * AGREE["float32"]), math.nan, math.inf):
         with pytest.raises(DisagreementError, match="torch in float32"):
             refuse_different_losses([double, other | {"loss": loss}])
-    with pytest.raises(DisagreementError):  # the tolerance is smaller in float64
-        refuse_different_losses([double, double | {"loss": double["loss"] * (1 + 1e-8)}])
 
 
 @pytest.mark.ci

@@ -1,12 +1,10 @@
-import math
 import re
-import xml.etree.ElementTree as xml
 from itertools import product
 from pathlib import Path
 
 import pytest
 import report
-from charts import Bar, BarChart, LineChart, Series, svg
+from charts import LineChart, Series
 from click.testing import CliRunner
 from distgpt.core.base.errors import DataError, UsageError
 from distgpt.measure import jobs
@@ -18,13 +16,12 @@ from report import assemble, load_all, write
 HERE = {"date": "2026-01-02T10:00:00+00:00", "command": "distgpt bench x", "processor": "A", "cores": 2}
 
 
-def sums(algorithms=("allreduce", "hierarchical")):
+def sums():
     rows = []
-    for size, name in product((8, 4096, 1 << 20), algorithms):
+    for size, name in product((8, 4096, 1 << 20), ("allreduce", "hierarchical")):
         seconds = 2e-5 + size * 1e-9
         rates = {"bytes_per_s": size / seconds, "bus_bytes_per_s": size / seconds, "repeats": 3}
-        times = {"seconds": seconds, "min_seconds": seconds / 2}
-        rows.append({"algorithm": name, "bytes": size, **times, **rates})
+        rows.append({"algorithm": name, "bytes": size, "seconds": seconds, "min_seconds": seconds / 2, **rates})
     facts = {"stage": "mpi", "ranks": 2, "nodes": 1, "ranks_per_node": 2, "cores_per_rank": 1.0}
     facts |= {"library": "MPICH <5>", "not_measured": [], "left_out": {"nccl": "none"}}
     return {"kind": "allreduce", "name": "mpi-2", "environment": HERE, **facts, "rows": rows}
@@ -83,8 +80,7 @@ def test_name_becomes_a_file_name(name, file, tmp_path):
 
 @pytest.mark.ci
 def test_results_in_repository_are_readable():
-    folder = Path(__file__).parents[2] / "benchmarks" / "results"
-    found, _ = load_all(folder)
+    found, _ = load_all(Path(__file__).parents[2] / "benchmarks" / "results")
     assert {result["file"] for result in found} >= {"forward-2026-11-21.json"}
     page = assemble(found, [])
     assert "Left out" not in page and len(headings(page)) == len(found)
@@ -101,12 +97,3 @@ def test_page_is_self_contained_and_escapes_text():
     ids = set(re.findall(r' id="([^"]+)"', page))
     assert {*re.findall(r' aria-labelledby="([^"]+)"', page), *re.findall(r'href="#([^"]+)"', page)} <= ids
     assert not set(page) & {"\x00", "\x1b", "\u202e", "\ud800"} and len(headings(page)) == 3
-
-
-def test_charts_are_valid_xml_for_any_numbers():
-    odd = Series("s", [(1, 1), (2, math.nan), (3, 10**400), (4, 5e-324), (5, -math.inf), (-1, 2)])
-    bars = [Bar("a", 1.0, "1"), Bar("b", math.inf, "\x00"), Bar("c", math.nan, "")]
-    for chart in (LineChart("Lines", "x", "x", "y", [odd], True, True), BarChart("Bars", "x", "s", bars)):
-        root = xml.fromstring(svg(chart, alone=True).encode())
-        places = [element.get(key, "") for element in root.iter() for key in ("d", "x", "y")]
-        assert root.get("aria-label") == f"{chart.title}. x" and not re.search(r"nan|inf", " ".join(places))

@@ -99,8 +99,7 @@ def test_bad_step_is_skipped(ruined, tmp_path):
     assert run(*WORDS, "--on-bad-step", "skip", "--out", other).returncode == 0
     (other / "checkpoints" / "step-00000008" / "manifest.json").write_text("damaged")
     ruined(set(), 1)
-    assert run("--resume", other, "--threads", "1").returncode == 0
-    assert weights(out) == weights(other)
+    assert run("--resume", other, "--threads", "1").returncode == 0 and weights(out) == weights(other)
 
 
 def test_bad_steps_allowed_limits_skips(ruined, tmp_path):
@@ -116,8 +115,7 @@ def test_rollback_skips_bad_batches(ruined, tmp_path):
     out, whole = tmp_path / "run", tmp_path / "whole"
     ruined({5}, math.nan)
     ended = run(*WORDS, "--on-bad-step", "rollback", "--out", out)
-    assert ended.returncode == 0
-    assert "the loss is not finite at step 5: rolled back to step 3" in ended.stdout
+    assert ended.returncode == 0 and "the loss is not finite at step 5: rolled back to step 3" in ended.stdout
     assert list(metrics(out)) == list(range(1, 9)) and None not in losses(out)
     event = history(out)[0]
     assert (event["step"], event["back_to"], event["skipped"]) == (3, 3, 2)
@@ -168,7 +166,6 @@ def test_spike_statistics_survive_resume():
     first, second = (BadSteps(TrainConfig(spike_zscore=3.0), progress) for progress in (before, after))
     for step in range(120):
         first.check_step(finished(3.0 + step % 3, 1.0))
-    document = json.loads(json.dumps(State(recent=tuple(before.recent)).to_json()))
-    after.load(State.from_json(document))
+    after.load(State.from_json(json.loads(json.dumps(State(recent=tuple(before.recent)).to_json()))))
     assert after.recent == before.recent and len(after.recent) == 100
     assert second.rejection_reason(9.0, 1.0) == first.rejection_reason(9.0, 1.0) != ""

@@ -53,7 +53,6 @@ def test_newest_checkpoints_stay(tmp_path):
 def test_run_keeps_selected_checkpoints_and_weights(tmp_path):
     options = ("--keep", 1, "--keep-every", 4, "--save-every", 1, "--save", "sync", "--steps", 6)
     succeeded("train", *SMALL, *map(str, options), "--out", str(tmp_path / "run"))
-    assert left(tmp_path / "run" / "checkpoints") == [4, 6]
-    assert (tmp_path / "run" / "weights.safetensors").exists()
+    assert left(tmp_path / "run" / "checkpoints") == [4, 6] and (tmp_path / "run" / "weights.safetensors").exists()
     shown = CliRunner().invoke(train, ["--keep-every", "soon"])
     assert "a number of steps, a time such as 10m, or never" in str(shown.exception)

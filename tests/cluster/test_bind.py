@@ -33,8 +33,7 @@ def of_two_ranks(test):
 @pytest.fixture
 def node(tmp_path):
     cores = [Core((cpu,), region=i, l3=i) for i, cpu in enumerate(OWN)]
-    seen = Seen(cpus=2, cores=2, sockets=1, regions=2, l3=2)
-    return Tree(cores, seen).write(tmp_path / "sys")
+    return Tree(cores, Seen(cpus=2, cores=2, sockets=1, regions=2, l3=2)).write(tmp_path / "sys")
 
 
 def placed(root, ranks=0, threads=0, stage="", bind="auto", launch=()):
@@ -55,8 +54,7 @@ def test_unbound_ranks_bind_to_separate_cores(node):
         assert told["child"] == told["later"] == [cpu] and told["tasks"] == [[cpu]]  # also MPI's own threads
     assert not first["lines"] and not second["lines"]
     # A second stage of the process has the launch's CPUs.
-    assert first["unbound"] == second["unbound"] == OWN
-    assert not first["again"] and not first["beside"]
+    assert first["unbound"] == second["unbound"] == OWN and not first["again"] and not first["beside"]
     assert first["after"] == OWN[:1]
 
 
@@ -85,8 +83,7 @@ def test_bound_launch_is_kept(node):
         crossed += ["-n", "1", "taskset", "-c", str(cpu), *words, *([":"] if cpu != OWN[0] else [])]
     result = distgpt(program=crossed, cold=True, env={VARIABLE: "auto"})
     found = sorted(map(json.loads, result.stdout.splitlines()), key=lambda told: told["rank"])
-    assert [told["workers"] for told in found] == [{"0": [OWN[1]]}, {"0": [OWN[0]]}]
-    assert not found[0]["lines"]
+    assert [told["workers"] for told in found] == [{"0": [OWN[1]]}, {"0": [OWN[0]]}] and not found[0]["lines"]
 
 
 @of_two_ranks
@@ -216,5 +213,4 @@ def test_ranks_agree_if_one_cannot_bind(archer2, monkeypatch):
     assert "cannot claim cores (AF_UNIX path too long)" in line
     often = len(sent)
     monkeypatch.delattr(os, "sched_setaffinity")
-    assert not archer2.place(SerialComm(), 128, threads_given=False)
-    assert len(sent) == 2 * often > 0
+    assert not archer2.place(SerialComm(), 128, threads_given=False) and len(sent) == 2 * often > 0

@@ -37,8 +37,7 @@ def test_run_returns_output_and_exit_code():
     """
     ended = run(script(child))
     assert (ended.code, ended.output, ended.errors) == (3, "one\ntwo\n", "sorry\n")
-    assert ended.complaint() == "sorry"
-    assert ended.seconds > 0
+    assert ended.complaint() == "sorry" and ended.seconds > 0
 
 
 @pytest.mark.ci
@@ -227,8 +226,7 @@ def test_invalid_launchers_are_rejected(programs):
 
 @needs_mpi
 def test_mpirun_of_this_python_is_preferred(programs):
-    assert find_launcher(None, None).words == (own_mpirun() or str(programs / "mpirun"),)
-    assert MPIRUN
+    assert find_launcher(None, None).words == (own_mpirun() or str(programs / "mpirun"),) and MPIRUN
 
 
 NODE = "pack:2 numa:4 core:16 pu:2"  # hwloc notation: eight regions of 16 cores with two CPUs each

@@ -158,8 +158,7 @@ def test_supervisor_forwards_signals_and_ends(number, passed, code, tmp_path):
         wait_for((tmp_path / "run" / "ready").exists)
         os.kill(process.pid, number)
         assert process.wait(20) == code
-    assert (tmp_path / "run" / "came").exists()
-    assert (tmp_path / "run" / "starts").read_text() == "start\n"
+    assert (tmp_path / "run" / "came").exists() and (tmp_path / "run" / "starts").read_text() == "start\n"
 
 
 @pytest.mark.ci
@@ -207,8 +206,7 @@ def begun(tmp_path):
 
 def test_new_run_requires_all_hosts(three_hosts, capsys):
     place, answers, _ = three_hosts
-    assert place() == (["a", "b"], 8)
-    assert "8 ranks on a, b" in capsys.readouterr().err
+    assert place() == (["a", "b"], 8) and "8 ranks on a, b" in capsys.readouterr().err
     answers["a"] = Answer(problem="connect to host a: No route to host")
     with pytest.raises(UsageError, match=r"a cannot be used .*No route.* all 8"):
         place()
@@ -264,8 +262,7 @@ def test_lock_of_host_that_never_answered_is_taken_over(three_hosts, begun, caps
     ) as other:
         assert other.stdout.readline() == b"held\n"
         answers["b"] = Answer(problem="No route to host")
-        assert place(least=5) == (["a", "c"], 6)
-        assert f"process {other.pid} on b" in capsys.readouterr().err
+        assert place(least=5) == (["a", "c"], 6) and f"process {other.pid} on b" in capsys.readouterr().err
         other.communicate(b"\n")
 
 
@@ -278,8 +275,7 @@ def test_directory_is_taken_over_only_from_lost_host(three_hosts, begun, capsys)
         for problem in ("ssh: connect to host b port 22: Connection refused", "not an answer"):
             answers.update(a=Answer(), b=Answer("own-b"), c=Answer())
             later.append({"a": Answer("own-a"), "b": Answer(problem=problem), "c": Answer("own-c")})
-            assert RunLock(begun).is_held()
-            assert place(least=5) == (["a", "c"], 6)
+            assert RunLock(begun).is_held() and place(least=5) == (["a", "c"], 6)
         told = next(line for line in capsys.readouterr().err.splitlines() if str(begun) in line)
         assert f"process {other.pid} on own-b" in told
         mine = RunLock(begun)
@@ -327,7 +323,6 @@ def test_supervised_run_survives_killed_rank(tmp_path):
         killed = time.monotonic()
         said = process.communicate(timeout=100)[1]
     assert process.returncode == 0 and "start 2, from step" in said, said
-    assert time.monotonic() - killed < 60
-    assert list(metrics(out)) == list(range(1, 61))
+    assert time.monotonic() - killed < 60 and list(metrics(out)) == list(range(1, 61))
     same = [path.read_bytes() for path in (tmp_path / "whole" / "weights.safetensors", out / "weights.safetensors")]
     assert same[0] == same[1]

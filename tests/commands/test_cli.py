@@ -82,8 +82,7 @@ def test_bundled_sample_is_announced(here):
 
 def test_auto_is_the_default_of_threads(infer):
     auto, left_out = (infer(*words, "--seed", "1", "--max-new-tokens", "8") for words in (["--threads", "auto"], []))
-    assert auto.returncode == 0 and auto.stdout == left_out.stdout
-    assert infer("--threads", "many").returncode == 2
+    assert auto.returncode == 0 and auto.stdout == left_out.stdout and infer("--threads", "many").returncode == 2
 
 
 def test_samples_stops_and_logprobs_on_command_line(infer, file):
@@ -136,8 +135,7 @@ def test_terminal_gets_no_control_characters(here, infer, tmp_path):
     args = ["--prompt", "a\x1b[2J\u202e\u2069", "--max-new-tokens", "200", "--temperature", "2"]
     found = infer("--json", *args, weights=weights)
     exact = found["prompt"] + found["text"] + "\n"
-    assert {"\x1b", "\x00"} & set(found["text"])
-    assert infer(*args, weights=weights).stdout == exact
+    assert {"\x1b", "\x00"} & set(found["text"]) and infer(*args, weights=weights).stdout == exact
     unassigned = {c for c in exact if unicodedata.category(c) == "Cn"}  # ignored by terminals
     kept = [c if c in "\n\t" or c.isprintable() or c in unassigned else "\ufffd" for c in exact]
     assert on_terminal("infer", "--weights", weights, *args) == "".join(kept)
@@ -152,8 +150,7 @@ def test_infer_exits_if_its_reader_leaves(file):
     os.close(writing)
     os.close(reading)
     _, errors = job.communicate(timeout=60)
-    assert job.returncode == 74
-    assert "Traceback" not in errors and "Exception ignored" not in errors
+    assert job.returncode == 74 and "Traceback" not in errors and "Exception ignored" not in errors
 
 
 @pytest.mark.ci
@@ -196,8 +193,7 @@ def test_infer_handles_full_and_closed_output(file):
     with Path("/dev/full").open("w") as full:
         job = popen(*args, stdout=full, stderr=subprocess.PIPE, text=True)
         _, errors = job.communicate(timeout=60)
-    assert job.returncode == 74
-    assert "No space left" in errors and "Traceback" not in errors
+    assert job.returncode == 74 and "No space left" in errors and "Traceback" not in errors
     shell = ["sh", "-c", 'exec "$@" >&-', "-", *command(*args)]
     result = subprocess.run(shell, env=clean_environment(), capture_output=True, text=True)
     assert result.returncode == 0 and "Traceback" not in result.stderr
@@ -253,8 +249,7 @@ def test_invalid_command_is_rejected_without_traces(words, code, said, files, fi
     # A later option replaces an earlier one.
     result = inside(words[0], *usual, *words[1:], cwd=files)
     refused(result, code, *said)
-    assert result.stdout == ""
-    assert {path: path.is_dir() or path.read_bytes() for path in files.iterdir()} == before
+    assert result.stdout == "" and {path: path.is_dir() or path.read_bytes() for path in files.iterdir()} == before
 
 
 MISTYPED = {"infer --prompt a --prompt-file b": "cannot be combined", "infer --promt a": "--prompt", "trian": "'train'"}
@@ -337,8 +332,7 @@ def test_read_only_or_full_disk_is_reported(here, tmp_path):
         assert [path.name for path in place.iterdir()] == ["filler"]
     with small_disk(place, "size=400k"):
         result = here("train", *SMALL, "--steps", "100", "--save-every", "1", "--out", place / "run")
-        assert result.returncode == 74 and len(result.stderr.splitlines()) == 1
-        assert "No space left" in result.stderr
+        assert result.returncode == 74 and len(result.stderr.splitlines()) == 1 and "No space left" in result.stderr
         kept = sorted(path.name for path in (place / "run" / "checkpoints").iterdir())
         assert kept and all(name.startswith("step-") for name in kept)
 

@@ -37,8 +37,7 @@ def flags(text):
 
 def test_help_lists_needed_options_first():
     short, full = shown("train", "--help"), shown("train", "--help-all")
-    assert "[default: tiny]" in short
-    assert flags(short) == {*NEEDED, "help", "help-all"}
+    assert "[default: tiny]" in short and flags(short) == {*NEEDED, "help", "help-all"}
     assert re.findall(r"^([A-Z][a-z ]+):$", full, re.MULTILINE) == ["Options", *map(str.capitalize, GROUPS)]
     train = dict(commands())["train",]
     assert flags(full) == {p.opts[0].strip("-") for p in train.params if not p.hidden} | {"help", "help-all"}
@@ -73,8 +72,7 @@ def test_commands_are_listed_in_order_of_use():
 def test_help_prints_pages_offline():
     listed = dict(re.findall(r"^  ([\w-]+) +(.*)$", shown("help"), re.MULTILINE))
     assert {"learning", "files", "settings", "your-texts", "first-model"} <= listed.keys()
-    assert "distgpt help out-of-memory" in shown("help")
-    assert len(listed) > 10
+    assert "distgpt help out-of-memory" in shown("help") and len(listed) > 10
     assert shown("help", "out-of-memory").startswith("## Out of memory\n")
     assert "\n## " not in shown("help", "out-of-memory")
     for topic, title in listed.items():

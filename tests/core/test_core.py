@@ -29,8 +29,7 @@ def test_settings_of_an_extension_have_their_prefix(monkeypatch):
         share: float = setting(0.5, "A share.", low=0.0)
 
     assert components.extra_settings() == {}
-    extension = type("Extension", (Components,), {"extra": Extra})
-    monkeypatch.setattr(components, "_installed", extension())
+    monkeypatch.setattr(components, "_installed", type("Extension", (Components,), {"extra": Extra})())
     assert [*components.extra_settings()] == ["extra.share"]
 
 

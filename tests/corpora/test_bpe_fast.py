@@ -109,8 +109,7 @@ def test_similar_pieces_are_distinguished(monkeypatch):
 def test_threads_share_one_tokenizer(monkeypatch):
     monkeypatch.setattr(fast_bpe, "KINDS", np.zeros_like(fast_bpe.KINDS))  # unfilled, so that all threads fill it
     texts = [mixed_text(40_000)[start:] for start in range(8)]
-    encoder = fast(own())
-    meeting = threading.Barrier(4)
+    encoder, meeting = fast(own()), threading.Barrier(4)
 
     def work(text):
         meeting.wait(timeout=60)

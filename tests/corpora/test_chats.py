@@ -50,8 +50,7 @@ def test_prompt_matches_rendered_template(family, chat):
     end, spelled = chat.tokenizer.specials[ENDS[family]], f"hi {ENDS[family]} there"
     assert end in chat.ends and chat.stops == ()
     plain, found = (chat.prompt([{"role": "user", "content": text}]) for text in ("hi", spelled))
-    assert found.count(end) == plain.count(end)
-    assert spelled in chat.tokenizer.decode(found)
+    assert found.count(end) == plain.count(end) and spelled in chat.tokenizer.decode(found)
 
 
 def test_answers_are_trained_with_their_end(family, chat):
@@ -216,11 +215,9 @@ def test_chat_layouts_give_equal_tokens(family, tmp_path):
     assert first.ids.dtype == np.uint16 and first.learned.dtype == np.uint8
     for other in others:
         assert np.array_equal(other.ids, first.ids) and np.array_equal(other.learned, first.learned)
-    shown = chat.tokenizer.decode(last.ids)
-    assert "Where is\n\nthe lamp?" in shown
+    assert "Where is\n\nthe lamp?" in chat.tokenizer.decode(last.ids)
     learned = chat.tokenizer.decode(last.ids[last.learned == 1]).strip()
-    assert learned == ANSWER + settings(family)["eos_token"]
-    assert last.ids[last.learned == 1][-1] in chat.ends
+    assert learned == ANSWER + settings(family)["eos_token"] and last.ids[last.learned == 1][-1] in chat.ends
 
 
 def test_every_answer_is_trained_with_its_end(plain, tmp_path):

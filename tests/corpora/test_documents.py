@@ -116,8 +116,7 @@ def test_reading_resumes_at_any_piece(kind, tmp_path, small_pieces):
     path = some_file(tmp_path, kind, [f"document {i} " for i in range(60)])
     inputs = find_inputs([path, path])
     everything = list(pieces(inputs, "text", Offset()))
-    assert len(everything) > 20
-    assert everything[-1].consumed == 2 * path.stat().st_size
+    assert len(everything) > 20 and everything[-1].consumed == 2 * path.stat().st_size
     beginning = [number for number, piece in enumerate(everything) if piece.begins]
     assert beginning == ([0, len(everything) // 2] if "txt" in kind else [*range(len(everything))])
     for number, piece in enumerate(everything):
@@ -217,8 +216,7 @@ def test_results_keep_order_with_few_in_flight(monkeypatch):
             yield number
 
     results = in_order(lambda item: item, items(), lambda item: 200, 2)
-    assert next(results) == 0
-    assert len(read) == 2 < AHEAD * 2  # one more than fits, so that a single large one passes
+    assert next(results) == 0 and len(read) == 2 < AHEAD * 2  # one more than fits, so that a single large one passes
     assert list(results) == [*range(1, 12)]
 
     def work(item):

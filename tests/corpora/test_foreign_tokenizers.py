@@ -55,8 +55,7 @@ def test_saved_tokenizer_keeps_chat_template(both):
     chat = ChatTemplate("{{ bos_token }}", {"bos_token": "<s>"}, (1,))
     back = tokenizer_from_json(ours.with_chat(chat).to_json(), "a file")
     assert back.to_json() == ours.with_chat(chat).to_json() and back.chat == chat
-    assert back.encode(TEXT).tolist() == ours.encode(TEXT).tolist()
-    assert fingerprint(back) == fingerprint(ours)
+    assert back.encode(TEXT).tolist() == ours.encode(TEXT).tolist() and fingerprint(back) == fingerprint(ours)
 
 
 def test_other_files_set_template_and_ends(tmp_path):
@@ -70,8 +69,7 @@ def test_other_files_set_template_and_ends(tmp_path):
     (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [3, end]}))
     (folder / "chat_template.jinja").write_text("newer")
     found = load_tokenizer(str(folder))
-    assert found.chat.source == "newer" and found.chat.ends == (3, end)
-    assert found.ends == (found.separator, 3, end)
+    assert found.chat.source == "newer" and found.chat.ends == (3, end) and found.ends == (found.separator, 3, end)
     (folder / "chat_template.jinja").write_bytes(b"\xff")
     with complains("not valid UTF-8"):
         load_tokenizer(str(folder))

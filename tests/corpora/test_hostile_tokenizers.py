@@ -94,8 +94,7 @@ def test_library_failure_is_one_line(name, tmp_path):
 def test_endless_expression_times_out(monkeypatch):
     """Other text is rejected until the expression has ended."""
     monkeypatch.setattr(library, "SECONDS", 0.2)
-    tokenizer = LibraryTokenizer(slow(), "a file")
-    begun = time.monotonic()
+    tokenizer, begun = LibraryTokenizer(slow(), "a file"), time.monotonic()
     with complains("1,101 characters take longer than 0 s"):
         tokenizer.encode("a" * 1100 + "!")
     busy = [each for each in threading.enumerate() if each.name == "encoder"]

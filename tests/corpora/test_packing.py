@@ -53,8 +53,7 @@ def test_rows_match_plain_packing(lengths, room):
         if missing:  # only in the last row
             assert number == len(rows) - 1
             expected += [(0, tokens)] * (missing // tokens) + [(0, missing % tokens)] * (missing % tokens > 0)
-        assert list(plan.row(number)) == expected
-        assert sum(length for _, length in expected) == room
+        assert list(plan.row(number)) == expected and sum(length for _, length in expected) == room
     assert plan.cut_off == tokens - sum(length for row, _ in rows for _, length in row)
 
 

@@ -84,12 +84,11 @@ def test_every_document_is_written_once(mixed, seed, shard_tokens, held_out, sep
 
 
 def test_order_depends_only_on_seed(mixed, tmp_path):
-    orders = []
     for number, seed in enumerate((0, 0, 1)):
         prepare(request(mixed, tmp_path / str(number), seed=seed, val_fraction=0.1), Quiet())
-        orders.append(everything(tmp_path / str(number)).tolist())
-    assert orders[0] == orders[1] != orders[2]
-    assert Counter(text[0] for text in text_of(tmp_path / "0", "val").split("\n")).keys() == {"a", "b"}
+    first, second, other = (everything(tmp_path / str(number)).tolist() for number in range(3))
+    assert first == second != other
+    assert {text[0] for text in text_of(tmp_path / "0", "val").split("\n")} == {"a", "b"}
 
 
 def test_tokenizers_have_separate_separators(inputs, tmp_path, small):
@@ -122,8 +121,7 @@ def test_long_documents_are_split_for_validation(tmp_path, small):
     val = {part[0]: part for part in val}
     train = {part.lstrip("0123456789 ")[0]: part for part in train}
     for kind, text in texts.items():
-        assert val[kind] + train[kind] == text
-        assert len(val[kind]) == pytest.approx(len(text) / 10, abs=2)
+        assert val[kind] + train[kind] == text and len(val[kind]) == pytest.approx(len(text) / 10, abs=2)
 
 
 @pytest.mark.parametrize("how", [{"val_fraction": 0.2}, {"val_shards": 2, "shard_tokens": 1000}, {"separator": "none"}])
@@ -300,8 +298,7 @@ def test_command_and_info_list_sources(mixed, tmp_path):
         assert ["source", "documents", "tokens", "share"] in rows
         assert any(row[:3] == ["a.jsonl", "40", f"{tokens:,}"] for row in rows)
         assert any(row[:3] == ["c.txt", "1", "500"] and row[3].endswith("%") for row in rows)
-    facts = json.loads(done("data", "info", tmp_path / "out", "--json"))
-    assert facts["sources"][2] == [1, 500]
+    assert json.loads(done("data", "info", tmp_path / "out", "--json"))["sources"][2] == [1, 500]
     done("data", "prepare", folder, "--no-shuffle", *words, tmp_path / "kept")
     assert text_of(tmp_path / "kept", "val").startswith("a0 ")
     assert everything(tmp_path / "kept").size == everything(tmp_path / "out").size

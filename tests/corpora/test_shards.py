@@ -89,8 +89,7 @@ def test_manifest_round_trips_and_reads_version_1(folder):
     document = json.loads((folder / "manifest.json").read_text())
     del document["sources"]
     old = Manifest.from_json(json.dumps({**document, "version": 1}), "x")
-    assert old == replace(manifest, sources=())
-    assert Manifest.from_json(old.to_json(), "x") == old
+    assert old == replace(manifest, sources=()) and Manifest.from_json(old.to_json(), "x") == old
 
 
 def test_shard_truncated_while_reading_is_named(folder):
@@ -134,8 +133,7 @@ def test_fingerprints_distinguish_contents(folder):
     other = with_shard(manifest, sha256="0" * 64)
     of_others = replace(manifest, tokenizer="0" * 64)
     prints |= {other.fingerprint(), of_others.fingerprint()}
-    assert len(prints) == 5
-    assert other.fingerprint(("val",)) == manifest.fingerprint(("val",))
+    assert len(prints) == 5 and other.fingerprint(("val",)) == manifest.fingerprint(("val",))
     assert read_manifest(folder).fingerprint() == manifest.fingerprint()
 
 
@@ -149,8 +147,7 @@ def refuse_second_shard(folder, manifest, message, opening=True):
 
 
 def test_corrupt_or_missing_shard_is_named(folder):
-    manifest = read_manifest(folder)
-    path = folder / "train-000000.npy"
+    manifest, path = read_manifest(folder), folder / "train-000000.npy"
     before = path.read_bytes()
     path.write_bytes(before[:-3] + bytes([before[-3] ^ 1]) + before[-2:])
     refuse_second_shard(folder, manifest, "SHA-256", opening=False)

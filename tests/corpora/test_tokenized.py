@@ -89,8 +89,7 @@ def test_each_setting_has_separate_shards(asked):
     assert folders() == 4
     _, said = loaded(replace(asked, existing=corpus.tokenizer))  # passed by a resumed run
     assert folders() == 4 and not any("tokenizing" in line for line in said)
-    wider = load_tokenizer("char", "".join(corpus.tokenizer.vocabulary) + "€")
-    loaded(replace(asked, existing=wider))
+    loaded(replace(asked, existing=load_tokenizer("char", "".join(corpus.tokenizer.vocabulary) + "€")))
     assert folders() == 5
 
 
@@ -113,8 +112,7 @@ def test_single_files_of_each_kind_are_read(tmp_path):
     (tmp_path / "d").write_text("one lamp\ntwo lamps")
     for name in ("a.jsonl", "b.txt.gz", "c.txt", "d"):
         ((corpus,), _) = loaded(DataRequest(str(tmp_path / name), kept=tmp_path / "kept"))
-        found = corpus.tokenizer.decode(whole(corpus.train)).split("\n")
-        assert sorted(found) == sorted(texts), name
+        assert sorted(corpus.tokenizer.decode(whole(corpus.train)).split("\n")) == sorted(texts), name
     assert len(list((tmp_path / "kept").iterdir())) == 2
 
 
@@ -208,6 +206,5 @@ def test_incompatible_data_options_are_rejected(documents):
     refused(inside("train", *MODEL, *both, *out), 2, "--val and --val-fraction cannot be combined")
     for more in (["--data", "story"], data):
         refused(inside("train", *MODEL, *more, "--pack", *out), 2, "--pack requires documents", "gpt2")
-    gone = [*data, "--val", documents / "gone.txt"]
-    refused(inside("train", *MODEL, *gone, *out), 65, "gone.txt")
+    refused(inside("train", *MODEL, *data, "--val", documents / "gone.txt", *out), 65, "gone.txt")
     assert not (documents / "runs" / "no").exists()

@@ -105,8 +105,7 @@ def test_bpe_of_gpt2_size_is_not_gpt2():
 
 @needs_gpt2
 def test_gpt2_has_its_known_ids():
-    assert fingerprint(gpt2()) == GPT2_FINGERPRINT
-    assert gpt2().describe() == "GPT-2's BPE, 50,257 entries"
+    assert fingerprint(gpt2()) == GPT2_FINGERPRINT and gpt2().describe() == "GPT-2's BPE, 50,257 entries"
     assert (gpt2().size, gpt2().separator) == (50257, 50256)
     for text, ids in (
         ("Hello, world!", [15496, 11, 995, 0]),
@@ -159,8 +158,7 @@ def test_invalid_tokenizer_names_are_rejected(tmp_path):
 def test_equal_input_gives_equal_bpe(separator, token_id):
     text = STORY[:20000]
     one, same = (learn_bpe(texts, 320, 2, separator) for texts in ([text], iter([text, ""])))
-    assert one.to_json() == same.to_json()
-    assert (one.size, one.separator) == (320, token_id)
+    assert one.to_json() == same.to_json() and (one.size, one.separator) == (320, token_id)
     assert one.decode(one.encode(TEXT)) == TEXT
 
 

@@ -145,8 +145,7 @@ def test_lion_updates_whole_and_sharded_weights(tmp_path, extensions, sync):
 def test_lion_follows_its_update_rule(tmp_path, extensions):
     components.install(extensions("lion"))
     model = package.init(package.ModelConfig(n_layer=1, n_head=1, n_embd=8, seq_len=4), tokenizer="byte")
-    settings = {"weight_decay": 0.1, "beta1": 0.9, "beta2": 0.99, "clip": 0.0}
-    optimizer = model.optimizer(**settings)
+    optimizer = model.optimizer(weight_decay=0.1, beta1=0.9, beta2=0.99, clip=0.0)
     name = "blocks.0.attn.proj.w"
     p, m = model.parameters()[name].astype(float).copy(), 0.0
     rng = np.random.default_rng(0)

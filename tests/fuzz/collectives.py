@@ -31,8 +31,7 @@ WAYS = {
     "parts": ("--reproducible-parts", "2"),
     "muon": ("--optimizer", "muon"),
 }
-CALLS = ("sum", "all_to_all", "all_gather", "send", "allreduce_max")
-CALLS += ("broadcast", "broadcast_bytes", "barrier")
+CALLS = ("sum", "all_to_all", "all_gather", "send", "allreduce_max", "broadcast", "broadcast_bytes", "barrier")
 SAID = re.compile(r"^distgpt: (.*)", re.MULTILINE)
 
 

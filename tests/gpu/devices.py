@@ -39,7 +39,6 @@ def _device(graphs, deterministic):
 
 @functools.cache
 def kernels(dtype, graphs=True, deterministic=False):
-    """Return the kernels on that device."""
     on = device(graphs, deterministic)
     if ON_GPU:
         options = GpuConfig(graphs=graphs, deterministic=deterministic)
@@ -63,7 +62,6 @@ def poisoning(kernels):
 
 @pytest.fixture
 def cuda_kernels():
-    """Return `kernels`."""
     return kernels
 
 

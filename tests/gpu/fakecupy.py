@@ -29,8 +29,7 @@ WORLD = threading.Condition(threading.RLock())  # held while any device works
 PATIENCE = 30  # seconds to wait for another thread's work
 
 
-class CudaError(RuntimeError):
-    """An error of CUDA."""
+class CudaError(RuntimeError): ...
 
 
 class FakeCupy:
@@ -107,7 +106,6 @@ class FakeCupy:
             raise CudaError(f"{size} bytes at {address:#x} are nobody's memory")
 
     def started(self, function: Function, grid: Any, block: Any, args: Any, shared: int) -> Any:
-        """Return the work of a launch."""
         return lambda: None
 
 

@@ -19,8 +19,7 @@ VERSION = 22809  # does not let ranks share a GPU
 KINDS = {1: np.uint8, 7: np.float32, 8: np.float64, 9: np.uint16}
 
 
-class NcclError(RuntimeError):
-    """An error of NCCL."""
+class NcclError(RuntimeError): ...
 
 
 class Call(NamedTuple):

@@ -175,7 +175,6 @@ def host_lt(xp: FakeCupy) -> cublaslt.CublasLt:
 
 
 def host_kernels(dtype: str, **about: Any) -> CudaKernels:
-    """Return kernels on a new device."""
     on = HostDevice(**about)
     return CudaKernels(on, LtMatmul(host_lt(on.xp), on), dtype)
 

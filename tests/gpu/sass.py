@@ -51,7 +51,6 @@ def disassembler() -> Path | None:
 
 
 def disassembled(cubin: bytes) -> dict[str, Kernel]:
-    """Return every kernel of a cubin."""
     tool = disassembler()
     assert tool is not None
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:

@@ -55,14 +55,12 @@ def test_launches_per_token_do_not_grow_with_sequences(kind, cuda_kernels, calls
         found[count] = launches(lambda work=work: lanes.feed(work)).total() + len(matmuls)
         replayed = launches(lambda work=work: lanes.feed(work)).total()
         assert replayed <= found[count]  # matmuls are in the graph
-    assert found[1] == found[2] == found[3]
-    assert found[5] == found[9] <= found[1]
+    assert found[1] == found[2] == found[3] and found[5] == found[9] <= found[1]
 
 
 @pytest.mark.ci
 def test_prompt_lengths_share_plans(cuda_kernels):
-    config = replace(VARIANTS["gpt2"], seq_len=96)
-    model, _ = alike(config, cuda_kernels.__wrapped__("float32"))
+    model, _ = alike(replace(VARIANTS["gpt2"], seq_len=96), cuda_kernels.__wrapped__("float32"))
     lanes, counts = BatchedSlots(model, 2), set()
     for length in range(33, 53, 3):
         lanes.feed([Feed(0, 0, [1] * length, 1)])
@@ -144,8 +142,7 @@ def test_device_sampling_matches_host(cuda_kernels):
 @needs_counts
 def test_nan_survives_cached_attention_in_parts(cuda_kernels):
     """A corrupt model must not generate plausible text."""
-    k = cuda_kernels("float32")
-    random = np.random.default_rng(1)
+    k, random = cuda_kernels("float32"), np.random.default_rng(1)
     cache, qkv, y = k.zeros(2, 1, 2, 600, 8), k.zeros(1, 48), k.zeros(1, 16)
     k.put(cache, random.standard_normal((2, 1, 2, 600, 8)))
     values = random.standard_normal((1, 48))
@@ -161,8 +158,7 @@ def test_slots_use_half_of_free_memory(cuda_kernels, monkeypatch):
     model, _ = alike(VARIANTS["gpt2"], cuda_kernels("float32"))
     one = slots_that_fit(model, 1 << 40, memory=1 << 30)
     monkeypatch.setattr(type(model.kernels), "free_memory", lambda self: 2 << 30)
-    assert slots_that_fit(model, 1 << 40) == one
-    assert slots_that_fit(model, 128) == 128
+    assert slots_that_fit(model, 1 << 40) == one and slots_that_fit(model, 128) == 128
 
 
 def test_nonfinite_scores_are_detected_on_the_device(cuda_kernels):

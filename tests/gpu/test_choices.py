@@ -40,8 +40,7 @@ def found(bench, kind=LARGE):
 def test_second_start_reuses_choices(folder, kind, monkeypatch):
     first, second = start(takes={IN_PARTS: 0.5}), start(takes={ANY: 0.5})
     assert found(first, kind)[0] and len(list(folder.glob("*.choice"))) == 1
-    assert found(second, kind) == ([], IN_PARTS)
-    assert second.matmuls.chosen() == first.matmuls.chosen()
+    assert found(second, kind) == ([], IN_PARTS) and second.matmuls.chosen() == first.matmuls.chosen()
     monkeypatch.setenv(compiling.TUNE_ANEW, "1")
     assert found(start(takes={ANY: 0.5}), kind)[1] == ANY
     monkeypatch.delenv(compiling.TUNE_ANEW)
@@ -104,8 +103,7 @@ def test_faster_way_is_kept(folder):
         return ran
 
     anew = ["fused", "apart", "apart"]
-    assert ways(1) == anew
-    assert ways(1) == ["apart"]
+    assert ways(1) == anew and ways(1) == ["apart"]
     assert ways(2) == ways(1, capability=(8, 0)) == ways(1, total=4000) == ways() == anew
     for path in folder.glob("*.choice"):
         write_checked(path, b"\2")
@@ -179,8 +177,7 @@ def test_equal_gpus_share_the_first_algorithm():
     gpus += [Gpu(ANY, tf32=True), Gpu(WIDEST)]
     gpus[-1].matmuls.about = (1, False)
     wanted = [(IN_PARTS, 1), (WIDEST, 1), (IN_PARTS, 2), (WIDEST, 2), (IN_PARTS, 1), (ANY, 1), (WIDEST, 1)]
-    assert after_agreement(*gpus) == wanted
-    assert after_agreement(*gpus) == wanted
+    assert after_agreement(*gpus) == wanted and after_agreement(*gpus) == wanted
 
 
 def test_kinds_the_first_has_not_timed_are_chosen_per_gpu():

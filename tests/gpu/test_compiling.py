@@ -181,8 +181,7 @@ NORM = ("norm", ("X",), "sm_90")
 
 def test_compiled_code_is_cached_by_all_its_inputs(cache, monkeypatch):
     _, requests = cache
-    assert [compiling.cubin(*NORM) for _ in range(3)] == [b"code 1"] * 3
-    assert requests == [NORM]
+    assert [compiling.cubin(*NORM) for _ in range(3)] == [b"code 1"] * 3 and requests == [NORM]
     others = (("loss", *NORM[1:]), (NORM[0], ("X", "Y"), NORM[2]), (*NORM[:2], "sm_80"))
     assert [compiling.cubin(*other) for other in others] == [b"code 2", b"code 3", b"code 4"]
     for name, value in (("nvrtc_version", lambda: "13.1"), ("source_text", lambda source: "another")):
@@ -193,8 +192,7 @@ def test_compiled_code_is_cached_by_all_its_inputs(cache, monkeypatch):
 
 def test_cache_is_filled_for_all_presets(cache):
     folder, requests = cache
-    count = kernel_resources.fill_cache("sm_90")
-    assert count == len(requests) == len(list(folder.iterdir())) > 100
+    assert kernel_resources.fill_cache("sm_90") == len(requests) == len(list(folder.iterdir())) > 100
 
 
 @pytest.mark.ci

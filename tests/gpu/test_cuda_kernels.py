@@ -195,8 +195,7 @@ def test_muon_launches_do_not_grow_with_layers(how):
 
 
 def test_muon_batches_fit_the_memory_limit(monkeypatch, cuda_kernels):
-    k = cuda_kernels("float32")
-    shapes = [(24, 40)] * 7
+    k, shapes = cuda_kernels("float32"), [(24, 40)] * 7
     whole = k.orthogonalise_bytes(shapes)
     monkeypatch.setattr(muon, "MOST_BYTES", whole // 2)
     rooms = [k.orthogonalise_bytes(shapes[:n]) for n in range(1, 8)]

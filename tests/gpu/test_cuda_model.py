@@ -116,8 +116,7 @@ def training(kernels, config, t, count=8):
     batches = Batches(ArrayTokens(text.astype(np.int32)), config.seq_len, t.batch_size, t.seed, True)
     optimizer = OPTIMIZERS[t.optimizer](model, t)
     work = build_step(optimizer, SerialComm(), replace(t, recompute="mlp"))
-    outcomes = [work.launch(step, batches).wait()[:2] for step in range(count)]
-    return model, optimizer, np.array(outcomes)
+    return model, optimizer, np.array([work.launch(step, batches).wait()[:2] for step in range(count)])
 
 
 SMALL = replace(VARIANTS["modern"], seq_len=8)
@@ -195,8 +194,7 @@ def test_diverging_step_keeps_the_weights(cuda_kernels):
     model = Model(Architecture(SMALL), k)
     model.allocate_master_weights()
     model.initialise(3)
-    before = k.to_host(model.weights.flat).copy()
-    optimizer = AdamW(model, TRAIN)
+    before, optimizer = k.to_host(model.weights.flat).copy(), AdamW(model, TRAIN)
     k.put(model.grads["wte"], np.full(model.grads["wte"].shape, np.inf))
     optimizer.step(0, 1.0)
     assert not np.isfinite(k.to_host(optimizer.norm)[0])
@@ -246,8 +244,7 @@ SHAPE = 5, 7  # sequences and tokens: more rows than a block sums
 
 def gradients_by(k, layers):
     """Return a function from a seed to the gradients of two micro-batches, with value embeddings."""
-    config = VARIANTS["value embeddings"]
-    sort = k.sort_tokens
+    config, sort = VARIANTS["value embeddings"], k.sort_tokens
 
     def sort_tokens(*args):
         k.sorted = sort(*args)  # replays use the same memory

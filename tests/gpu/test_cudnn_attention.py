@@ -145,8 +145,7 @@ def test_attention_is_causal_and_scaled(deterministic):
         assert node.params["attn_scale"] == pytest.approx(1 / math.sqrt(D))
         assert node.params["diagonal_alignment"] == cudnn.diagonal_alignment.TOP_LEFT
         assert node.params["diagonal_band_right_bound"] == 0
-    assert ahead.params["generate_stats"] is True
-    assert back.params["use_deterministic_algorithm"] is deterministic
+    assert ahead.params["generate_stats"] is True and back.params["use_deterministic_algorithm"] is deterministic
     wiring = {name: tensor.uid for name, tensor in {**back.inputs, **back.outputs}.items()}
     expected = {"q": Q, "k": K, "v": V, "o": Y, "dO": DY, "stats": STATS, "dQ": DQ, "dK": DK, "dV": DV}
     assert wiring == expected
@@ -164,8 +163,7 @@ def test_execution_gets_the_address_of_each_part(journal, group):
     )
     common = {Y: a.y.ctypes.data, STATS: a.lse.ctypes.data, **parts}
     (_, ahead, _, handle), (_, back, _, again) = journal.executed
-    assert ahead == common and handle is again
-    assert back == {**common, **gradients, DY: a.dy.ctypes.data}
+    assert ahead == common and handle is again and back == {**common, **gradients, DY: a.dy.ctypes.data}
     assert journal.streams == [(handle, STREAM)]
 
 
@@ -195,8 +193,7 @@ def test_only_kernels_of_cudnn_are_allowed(journal):
 
     twice(journal)
     others = [name for family in MANIFEST if "sdpa" in family.name for name in family.slots]
-    assert others
-    assert all(any(part in name for part in journal.barred) for name in others)
+    assert others and all(any(part in name for part in journal.barred) for name in others)
 
 
 @pytest.mark.parametrize(

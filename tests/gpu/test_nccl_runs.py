@@ -42,8 +42,7 @@ def test_nccl_runs_save_and_change_modes(run, tmp_path):
         later += ["--resume", "auto"]
     result = run(SEVERAL, json.dumps(commands))
     assert result.stderr.count("exit code 0") == len(commands), result.stderr
-    assert "with nccl" in result.stdout
-    assert losses(whole) == losses(moving)
+    assert "with nccl" in result.stdout and losses(whole) == losses(moving)
     assert (whole / "weights.safetensors").read_bytes()[-2000:] == (moving / "weights.safetensors").read_bytes()[-2000:]
 
 

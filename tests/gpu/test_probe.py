@@ -201,8 +201,6 @@ def test_libraries_come_from_wheels_then_the_toolkit(tmp_path):
 
     wheel, toolkit, elsewhere = (str(tmp_path / folder / "libprobe.so.1") for folder in places.values())
     site, cuda = str(tmp_path / "site"), str(tmp_path / "cuda")
-    assert which(CUDA_HOME=cuda, site=site) == ["0", wheel]
-    assert which(CUDA_HOME=cuda) == ["1", toolkit]
-    anywhere = str(Path(elsewhere).parent)
-    assert which(LD_LIBRARY_PATH=anywhere, CUDA_HOME=cuda, site=site) == ["0", wheel]
+    assert which(CUDA_HOME=cuda, site=site) == ["0", wheel] and which(CUDA_HOME=cuda) == ["1", toolkit]
+    assert which(LD_LIBRARY_PATH=str(Path(elsewhere).parent), CUDA_HOME=cuda, site=site) == ["0", wheel]
     assert which(f"ctypes.CDLL({elsewhere!r})", CUDA_HOME=cuda, site=site) == ["2", wheel]

@@ -27,8 +27,7 @@ def test_marks_measure_device_time():
 def test_steps_are_profiled_on_a_device(mlp):
     k = kernels("float32", graphs=False)
     size = {"n_layer": 2, "n_head": 2, "n_embd": 32, "seq_len": 16, "vocab_size": 50, "batch_size": 4}
-    run = preset("gpt-mini", {**size, "grad_accum": 1, "mlp": mlp, "recompute": "none"})
-    trial = Trial(run, k)
+    trial = Trial(preset("gpt-mini", {**size, "grad_accum": 1, "mlp": mlp, "recompute": "none"}), k)
     step, batches = trial.trained, trial.batches
     profiler = Profiler(step, k.device)
     assert len(list(profiler.steps(batches, 3))) == 5

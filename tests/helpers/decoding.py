@@ -134,13 +134,9 @@ def model(kind="gpt2", dtype="float64", **changes):
 def varied_requests(count, vocab=13):
     random, requests = np.random.default_rng(5), []
     for i in range(count):
-        how = {
-            "temperature": float(random.choice([0, 0.7, 1.5])),
-            "top_k": int(random.choice([0, 5])),
-            "top_p": float(random.choice([1, 0.8])),
-            "repetition_penalty": float(random.choice([1, 1.3])),
-            "overflow": ("slide", "shift")[i % 2],
-        }
+        how = {"temperature": float(random.choice([0, 0.7, 1.5])), "top_k": int(random.choice([0, 5]))}
+        how |= {"top_p": float(random.choice([1, 0.8])), "repetition_penalty": float(random.choice([1, 1.3]))}
+        how["overflow"] = ("slide", "shift")[i % 2]
         prompt = random.integers(0, vocab, random.integers(1, 60)).tolist()
         more = {"n": 1 + i % 3, "logprobs": 2, "lookup": 3 * (i % 4 == 0), "seed": i % 5}
         more["prompt_logprobs"] = i % 5 == 0 and len(prompt) <= 24

@@ -16,7 +16,6 @@ BOTH = (True, False)
 
 
 def tolerance(kernels):
-    """Return the tolerance for results near 1."""
     if kernels.accum_dtype != kernels.dtype:
         return 2e-2
     return {"float32": 2e-5, "float64": 1e-12}[kernels.dtype.name]

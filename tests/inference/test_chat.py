@@ -194,8 +194,7 @@ def test_imported_model_uses_its_template(monkeypatch, tmp_path):
     chat.ends = (end,)
     talk = conversation(loaded, chat=chat, max_new_tokens=8)
     _, text = said(talk, "hi")
-    assert text == loaded.tokenizer.decode(sample.tokens[: sample.tokens.index(end)])
-    assert talk.reason == "stop"
+    assert text == loaded.tokenizer.decode(sample.tokens[: sample.tokens.index(end)]) and talk.reason == "stop"
 
 
 def test_template_error_is_reported(monkeypatch, tmp_path):

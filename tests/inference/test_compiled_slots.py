@@ -54,8 +54,7 @@ def test_large_feeds_are_split(monkeypatch):
 def test_compiled_slots_match_slot_bytes(kind):
     model = build("odd", KINDS[kind].kernels(1))
     slots = slots_for(model, 3)
-    assert isinstance(slots, CompiledSlots)
-    assert sum(array.nbytes for array in slots.cache) == 3 * slot_bytes(model)
+    assert isinstance(slots, CompiledSlots) and sum(array.nbytes for array in slots.cache) == 3 * slot_bytes(model)
 
 
 def test_plain_slots_match_slot_bytes():
@@ -105,8 +104,7 @@ def test_checksums_detect_changed_words(size, one, other, bit, change):
         changed[[one, other]] = words[[other, one]]
     else:
         changed[[one, other] if change != "one bit" else [one]] ^= np.uint64(1 << bit)
-    is_same = np.array_equal(checksums_of(changed, pool_of(2)), before)
-    assert is_same == np.array_equal(changed, words)
+    assert np.array_equal(checksums_of(changed, pool_of(2)), before) == np.array_equal(changed, words)
 
 
 @pytest.mark.parametrize("kind", marked(*EXACT))

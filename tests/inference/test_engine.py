@@ -287,8 +287,7 @@ class WatchedEngine(Engine):
 def test_next_turn_computes_only_new_tokens(made, dtype):
     engine = WatchedEngine(made, dtype, seq_len=32)
     first = Request([1, 2, 3, 4, 5, 6, 7], max_new_tokens=5, overflow="stop", reuse=True)
-    said = complete(engine, [first])[0][0].tokens
-    turn = [*first.prompt, *said, 8, 9, 3]
+    turn = [*first.prompt, *complete(engine, [first])[0][0].tokens, 8, 9, 3]
     assert begun(engine, turn) == [(0, 11)]  # the answer's last token was never fed
     assert begun(engine, [*turn[:5], 9], turn[:3], [4, 2]) == [(0, 5), (0, 2), (0, 0)]  # reuses the equal prefix
     complete(engine, [Request(turn, max_new_tokens=1, overflow="stop")])
@@ -308,10 +307,8 @@ def test_chats_reuse_slots_and_evict_least_recent(made, dtype):
     engine = WatchedEngine(made, dtype, count=3, seq_len=64, vocab_size=50)
     chats = [[first, *range(2, 9 + 4 * first)] for first in range(4)]  # the shortest first
     at = dict(enumerate(slot for slot, _ in begun(engine, *chats[:3])))
-    assert set(at.values()) == {0, 1, 2}
-    assert begun(engine, [*chats[0], 9]) == [(at[0], len(chats[0]))]
-    assert begun(engine, chats[3]) == [(at[1], 0)]
-    assert begun(engine, [*chats[2], 9]) == [(at[2], len(chats[2]))]
+    assert set(at.values()) == {0, 1, 2} and begun(engine, [*chats[0], 9]) == [(at[0], len(chats[0]))]
+    assert begun(engine, chats[3]) == [(at[1], 0)] and begun(engine, [*chats[2], 9]) == [(at[2], len(chats[2]))]
     assert begun(engine, chats[1]) == [(at[0], 0)]
 
 
@@ -348,8 +345,7 @@ def test_exact_slots_are_bitwise_equal_after_reuse(kind, monkeypatch):
         assert [each[0] for each in taken] == again
         chats = [[*chat, *said.tokens, 5, 6] for chat, said in zip(chats, again, strict=True)]
     counted.fed.clear()
-    assert complete(engine, [Request([*chats[-1], 1], **hot, reuse=True)])
-    assert counted.fed[0][1] > 30
+    assert complete(engine, [Request([*chats[-1], 1], **hot, reuse=True)]) and counted.fed[0][1] > 30
 
 
 @given(

@@ -178,8 +178,7 @@ def plain(gpt, span):
 
 def random_spans(gpt):
     """Make spans that share prefixes; one in four is the greedy continuation."""
-    draw = np.random.default_rng(3)
-    spans = []
+    draw, spans = np.random.default_rng(3), []
     for i in range(24):
         ids = draw.integers(0, 256, 2 + 3 * i % 37)
         if i % 4 == 0:

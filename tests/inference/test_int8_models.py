@@ -57,8 +57,7 @@ def test_rounded_passes_match_exact_and_compiled(shape, dtype):
         assert distance(found, exact) < 6e-2
         scores = CompiledSlots(rounded, 1).feed([Feed(0, 0, text, len(text))])
         assert distance(scores, found) < 6e-2  # their keys and values are bfloat16
-    slots = PlainSlots(rounded, 1)
-    assert distance(slots.feed([Feed(0, 0, text, 1)]), found[-1:]) < 1e-5
+    assert distance(PlainSlots(rounded, 1).feed([Feed(0, 0, text, 1)]), found[-1:]) < 1e-5
 
 
 @pytest.mark.parametrize("dtype", marked("int8", "int4"))
@@ -93,14 +92,11 @@ def test_file_equals_rounding_on_load(files, dtype):
 
 def test_int8_file_opens_in_int8_by_default(files):
     _, wide, narrow, _ = files
-    assert opened_in(wide, "auto") == "float32"
-    assert opened_in(narrow, "auto", on_gpu=True) == "float32"
+    assert opened_in(wide, "auto") == "float32" and opened_in(narrow, "auto", on_gpu=True) == "float32"
     assert opened_in(narrow, "float64") == "float64"
     model = api.load(narrow)
-    assert "int8" not in repr(api.load(narrow, dtype="float32"))
-    assert model.parameters()["wte"].dtype == np.float32
-    assert np.isfinite(model.loss([[1, 2, 3]], [[2, 3, 4]]))
-    assert len(model.generate([1, 2, 3], 5)) == 5
+    assert "int8" not in repr(api.load(narrow, dtype="float32")) and model.parameters()["wte"].dtype == np.float32
+    assert np.isfinite(model.loss([[1, 2, 3]], [[2, 3, 4]])) and len(model.generate([1, 2, 3], 5)) == 5
 
 
 @pytest.mark.parametrize("error, words, act", [
@@ -118,8 +114,7 @@ def test_int8_files_reject_training_and_quantizing(files, tmp_path, error, words
 
 def test_corrupt_quantized_files_are_rejected(files, tmp_path):
     model, _, narrow, _ = files
-    damaged = tmp_path / "damaged.safetensors"
-    body = bytearray(narrow.read_bytes())
+    damaged, body = tmp_path / "damaged.safetensors", bytearray(narrow.read_bytes())
     body[-1] ^= 1
     damaged.write_bytes(body)
     with pytest.raises(DataError, match="checksum"):
@@ -182,8 +177,7 @@ def test_calibrated_rounding_has_half_the_error():
     x = (random.standard_normal((600, 24)) @ mixing + 0.1 * random.standard_normal((600, 130))).astype(np.float32)
     w = random.standard_normal((70, 130)).astype(np.float32)
     moved = [np.square(x @ (restored(q) - w).T).sum() for q in (quantise4(w), round_for(w, x.T @ x))]
-    assert moved[1] < 0.5 * moved[0]
-    assert set(np.unique(round_for(w, x.T @ x).q)) <= set(LEVELS)
+    assert moved[1] < 0.5 * moved[0] and set(np.unique(round_for(w, x.T @ x).q)) <= set(LEVELS)
     unused = round_for(w, np.zeros((130, 130), np.float32))  # no inputs: plain rounding
     np.testing.assert_allclose(restored(unused), restored(quantise4(w)), atol=0.5)
     assert (unused.q != quantise4(w).q).mean() < 0.01  # equally good scales

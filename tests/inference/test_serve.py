@@ -87,8 +87,7 @@ def test_stream_matches_whole_answer(served, path, more):
     status, headers, text = served.ask(path, {**how, **options})
     assert status == 200 and headers["content-type"] == "text/event-stream"
     *parts, last = pieces(text)
-    assert last["choices"] == [] and last["usage"] == whole["usage"]
-    assert {part["usage"] for part in parts} == {None}
+    assert last["choices"] == [] and last["usage"] == whole["usage"] and {part["usage"] for part in parts} == {None}
     assert {part["object"] for part in parts} == {"text_completion" if path == TEXT else "chat.completion.chunk"}
     for choice in whole["choices"]:
         mine = [part["choices"][0] for part in parts if part["choices"][0]["index"] == choice["index"]]
@@ -105,8 +104,7 @@ def test_stream_matches_whole_answer(served, path, more):
             assert len(choice["logprobs"]["content"]) == 12
             for each in choice["logprobs"]["content"]:
                 assert bytes(each["bytes"]).decode("utf-8", "ignore") in each["token"]
-                assert len(each["top_logprobs"]) == 3
-                assert each["logprob"] <= each["top_logprobs"][0]["logprob"]
+                assert len(each["top_logprobs"]) == 3 and each["logprob"] <= each["top_logprobs"][0]["logprob"]
 
 
 def test_logprobs_include_chosen_token(served):
@@ -127,8 +125,7 @@ def test_echo_scores_prompt_tokens(served, new):
     assert said["token_logprobs"] == [None, *(each.logprob for each in scored)]
     assert said["top_logprobs"][0] is None and len(said["top_logprobs"]) == 11 + new
     for token, top, own in zip(said["tokens"][1:], said["top_logprobs"][1:], scored, strict=True):
-        assert top[token] == own.logprob
-        assert max(top.values()) == own.alternatives[0][1] and len(top) in (2, 3)
+        assert top[token] == own.logprob and max(top.values()) == own.alternatives[0][1] and len(top) in (2, 3)
     for token, offset in zip(said["tokens"], said["text_offset"], strict=True):
         assert found["text"][offset : offset + len(token)] == token
     parts = [part["choices"][0] for part in pieces(served.ask(TEXT, {"prompt": prompt, "stream": True, **wanted})[2])]
@@ -193,50 +190,35 @@ def test_seeds_are_repeatable_in_any_batch(served):
     alone = [text(seed) for seed in range(-3, 5)]
     with ThreadPoolExecutor(8) as pool:
         assert list(pool.map(text, range(-3, 5))) == alone
-    assert len(set(alone)) == 8
-    assert text(None) != text(None)
+    assert len(set(alone)) == 8 and text(None) != text(None)
 
 
 WRONG = [
-    (TEXT, b"", 400, "JSON"),
-    (TEXT, b"[1]", 400, "object"),
-    (TEXT, b"\xff{}", 400, "UTF-8"),
-    (TEXT, b'{"prompt": "a", "prompt": "b"}', 400, "duplicate"),
-    (TEXT, b'{"temperature": NaN}', 400, "NaN"),
-    (TEXT, b'{"prompt": "\\ud800"}', 400, "UTF-8"),
-    (TEXT, b"[" * 100_000, 400, "deep"),
-    (TEXT, {"prompt": ""}, 400, "empty"),
-    (TEXT, {"prompt": ["a", 1]}, 400, "mix"),
-    (TEXT, {"prompt": [256]}, 400, "256"),
-    (TEXT, {"prompt": ["a"] * 65, "n": 2}, 400, "samples"),
+    (TEXT, b"", 400, "JSON"), (TEXT, b"[1]", 400, "object"), (TEXT, b"\xff{}", 400, "UTF-8"),
+    (TEXT, b'{"prompt": "a", "prompt": "b"}', 400, "duplicate"), (TEXT, b'{"temperature": NaN}', 400, "NaN"),
+    (TEXT, b'{"prompt": "\\ud800"}', 400, "UTF-8"), (TEXT, b"[" * 100_000, 400, "deep"),
+    (TEXT, {"prompt": ""}, 400, "empty"), (TEXT, {"prompt": ["a", 1]}, 400, "mix"),
+    (TEXT, {"prompt": [256]}, 400, "256"), (TEXT, {"prompt": ["a"] * 65, "n": 2}, 400, "samples"),
     (TEXT, {"max_tokens": 4096, "n": 128, "logprobs": 2}, 400, "1,048,576"),
-    (TEXT, {"max_tokens": -1}, 400, "max_tokens"),
-    (TEXT, {"max_tokens": 5000}, 400, "at most 4096"),
+    (TEXT, {"max_tokens": -1}, 400, "max_tokens"), (TEXT, {"max_tokens": 5000}, 400, "at most 4096"),
     (TEXT, {"temperature": -1}, 400, "temperature"),
     (TEXT, {"prompt": "a" * 300, "logprobs": 1, "echo": True, "overflow": "shift"}, 400, "omit logprobs"),
     (TEXT, {"prompt": ["a" * 100] * 128, "max_tokens": 400, "logprobs": 20, "echo": True}, 400, "1,347,200"),
-    (TEXT, {"stop": "a" * 300}, 400, "stop"),
-    (TEXT, {"stream": "yes"}, 400, "stream"),
-    (TEXT, {"overflow": "wrap"}, 400, "overflow"),
-    (TEXT, {"best_of": 3}, 400, "best_of"),
-    (TEXT, {"max_token": 3}, 400, "did you mean 'max_tokens'"),
-    (TEXT, {"model": "gpt-5"}, 404, "gpt-5"),
+    (TEXT, {"stop": "a" * 300}, 400, "stop"), (TEXT, {"stream": "yes"}, 400, "stream"),
+    (TEXT, {"overflow": "wrap"}, 400, "overflow"), (TEXT, {"best_of": 3}, 400, "best_of"),
+    (TEXT, {"max_token": 3}, 400, "did you mean 'max_tokens'"), (TEXT, {"model": "gpt-5"}, 404, "gpt-5"),
     (CHAT, {"messages": None}, 400, "messages must be a non-empty list"),
     (CHAT, {"messages": [{"role": "robot", "content": "a"}]}, 400, "unknown role 'robot'"),
     (CHAT, {"messages": [{"role": "user", "content": "x" * 500}]}, 400, "the context of 128"),
     (CHAT, {"prompt": "a"}, 400, "unrecognized request argument: 'prompt'"),
-    (CHAT, {"top_logprobs": 3}, 400, "requires logprobs"),
-    (CHAT, {"logprobs": 3}, 400, "logprobs must"),
+    (CHAT, {"top_logprobs": 3}, 400, "requires logprobs"), (CHAT, {"logprobs": 3}, 400, "logprobs must"),
     (CHAT, {"tools": [{"type": "function"}]}, 400, "tools is not supported"),
     (CHAT, {"response_format": {"type": "json_object"}}, 400, "response_format is not supported"),
-    (CHAT, {"max_tokens": 0}, 400, "max_tokens must"),
-    (CHAT, {"n": 1000}, 400, "n must"),
-    (CHAT, {"model": "other"}, 404, "other"),
-    ("/tokenize", {"prompt": 3}, 400, "prompt"),
-    ("/tokenize", {"text": "a"}, 400, "text"),
-    ("/detokenize", {"tokens": "a"}, 400, "tokens"),
+    (CHAT, {"max_tokens": 0}, 400, "max_tokens must"), (CHAT, {"n": 1000}, 400, "n must"),
+    (CHAT, {"model": "other"}, 404, "other"), ("/tokenize", {"prompt": 3}, 400, "prompt"),
+    ("/tokenize", {"text": "a"}, 400, "text"), ("/detokenize", {"tokens": "a"}, 400, "tokens"),
     ("/detokenize", {"tokens": [1 << 20]}, 400, "256"),
-]
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("path", "body", "status", "word"), WRONG, ids=lambda value: str(value)[:40])
@@ -291,8 +273,7 @@ def test_chat_uses_model_template_and_end(tmp_path):
     )
     assert request.prompt == chat.prompt(messages) and request.reuse
     assert chat.tokenizer.specials["<|eot_id|>"] in request.ends and request.stop == ()
-    assert request.max_new_tokens == 64 - len(request.prompt)
-    assert ignoring.ends == ()
+    assert request.max_new_tokens == 64 - len(request.prompt) and ignoring.ends == ()
     broken = Served("it", chat.tokenizer, 256, 64, 0, DataError("the model's chat template: no"))
     with pytest.raises(Refusal) as refusal:
         parse_chat(b'{"messages": []}', broken, Limits())
@@ -410,5 +391,4 @@ def test_log_lines_omit_prompts_by_default(capsys):
         lines = [line for line in said.splitlines() if " 127.0.0.1 " in line]
         assert "\x1b" not in said and len(lines) == 2
         assert re.search(r"POST /v1/completions 200 \d\.\d{3} s, 15 \+ 3 tokens", lines[0])
-        assert ("harbour" in lines[0]) == (log == "prompts")
-        assert r"GET /v1/\x1b[2J 404" in lines[1]
+        assert ("harbour" in lines[0]) == (log == "prompts") and r"GET /v1/\x1b[2J 404" in lines[1]

@@ -213,8 +213,7 @@ def test_connection_is_rejected_if_all_are_busy():
     with server(seconds=0.01, limits={"connections": 2}) as found:
         running = [found.begin("a", max_tokens=100)[1] for _ in range(2)]
         assert found.ask("/v1/completions", {"prompt": "b", "max_tokens": 1})[0] == 503
-        assert all(each.read().endswith(b"[DONE]\n\n") for each in running)
-        assert found.complete("b", max_tokens=1)
+        assert all(each.read().endswith(b"[DONE]\n\n") for each in running) and found.complete("b", max_tokens=1)
 
 
 def test_parser_queue_is_bounded(monkeypatch):
@@ -356,8 +355,7 @@ def test_sigterm_finishes_running_requests(tmp_path):
     with pytest.raises(ConnectionError):  # rejected, or reset while the listener closes
         ask(port, False)
     made = pieces((first + running.read()).decode())
-    assert made[-1]["choices"][0]["finish_reason"] == "length"
-    assert process.wait(20) == 0
+    assert made[-1]["choices"][0]["finish_reason"] == "length" and process.wait(20) == 0
     assert "Traceback" not in log.read_text()
 
 
@@ -424,8 +422,7 @@ def test_concurrent_clients_lose_nothing():
         before, threads = resident(), threading.active_count()
         ended = crowd(found, 64, 1.5)
         wait_for(lambda: found.is_free)
-        assert len(ended) > 100 and set(ended) == {True, "left"}
-        assert resident() - before < 16 * MB
+        assert len(ended) > 100 and set(ended) == {True, "left"} and resident() - before < 16 * MB
         assert threading.active_count() <= threads
         found.slots.most = 0
         assert found.complete("a", max_tokens=3, n=16) and found.slots.most == 16  # no slot is lost

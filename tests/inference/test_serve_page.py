@@ -215,8 +215,7 @@ def test_chat_can_be_stopped_and_trimmed(page):
         assert len(answered(page)) == 4 and "oldest turns" in text_of(page, "pace")
         said_to(page, "z" * 200)
         page.until("document.getElementById('trouble').textContent.includes('context of 128')")
-        assert len(page.value(TURNS)) == 4
-        assert page.value("document.getElementById('message').value") == "z" * 200
+        assert len(page.value(TURNS)) == 4 and page.value("document.getElementById('message').value") == "z" * 200
 
 
 ANSWER = """# Fares

@@ -35,8 +35,7 @@ def test_bench_reports_speed_memory_and_peak_share(tmp_path, monkeypatch):
     found = json.loads((tmp_path / "train-found.json").read_text())
     (row,) = found["rows"]
     assert found["kind"] == "train" and f"{found['peak_gflops']:,.0f} GFLOP/s" in done.stdout
-    assert row["steps"] == 6 and row["threads"] == 1
-    assert row["ranks"] == len(row["peak_memory"]) == RANKS
+    assert row["steps"] == 6 and row["threads"] == 1 and row["ranks"] == len(row["peak_memory"]) == RANKS
     changes = {"n_layer": 1, "n_embd": 16, "n_head": 2, "seq_len": 16, "bias": False, "vocab_size": 256}
     counted = operations(Architecture(preset("tiny", changes).model))
     assert found["operations_per_token"] == counted.forward + counted.backward

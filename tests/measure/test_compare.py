@@ -48,8 +48,7 @@ def test_table_shows_first_step_and_fits_terminal(monkeypatch):
     for width, names in ((80, "first s  × serial  tokens/s    loss"), (100, "infer s  tokens/s   MB    loss    bits")):
         monkeypatch.setenv("COLUMNS", str(width))
         _, head, _, *rows = terminal([compared._table(comparison)]).splitlines()[:5]
-        assert names in head and len(head) <= width
-        assert "9.50" in rows[0] and "1.70" in rows[1]
+        assert names in head and len(head) <= width and "9.50" in rows[0] and "1.70" in rows[1]
 
 
 def test_differences_find_first_step_beyond_tolerance():
@@ -170,8 +169,7 @@ def test_stages_agree_and_report_is_anonymous(tmp_path, monkeypatch):
     for word in ("tokens/s", "× serial", f"{difference['largest']:.2e}"):
         assert word in result.stdout
     text = (folder / "compare.json").read_text()
-    assert str(tmp_path) not in text and os.uname().nodename not in text
-    assert not list(folder.glob("*/checkpoints"))
+    assert str(tmp_path) not in text and os.uname().nodename not in text and not list(folder.glob("*/checkpoints"))
 
 
 def compare(*words):

@@ -227,52 +227,30 @@ def event(name, worker, begin, end, *args, parent=None, region=None):
 
 def test_account_covers_every_second_of_workers_once():
     zero = partial(event, "zero", 0)
+
+    def linear(worker, begin, end, **of):
+        return event("linear", worker, begin, end, *LINEAR, **of)
+
     act, apart, shared = (event("linear_act", 0, 0.0, 5.0, *ACT), Region(False, 0.5, 8.0), Region(True, 0.0, 3.0))
-    lead = [zero(1.0, 2.0, SQUARE[0], region=apart), event("linear", 0, 2.0, 4.0, *LINEAR, region=apart)]
-    lead.append(zero(8.0, 9.0, SQUARE[0]))
-    for what, events, regions, workers, end, flops, expected in (
-        (
-            "a call of only the leading worker occupies all",
-            [event("linear", 0, 1.0, 3.0, *LINEAR), zero(4.0, 4.5, SQUARE[0])],
-            *([], 3, 5.0, 16),
-            {"Matmul forward": 6.0, "Embedding backward": 1.5},
-        ),
-        (
-            "a nested call is not part of its caller",
-            [act, event("linear", 0, 1.0, 4.0, *LINEAR, parent=act)],
-            *([], 1, 5.0, 16),
-            {"Matmul forward": 3.0, "Activation forward": 2.0},
-        ),
-        ("a call without nested calls is whole", [act], [], 1, 5.0, 16, {"Matmul with activation forward": 5.0}),
-        (
-            "parallel workers are accounted for separately",
-            [*lead, event("linear", 1, 1.0, 7.0, *LINEAR, region=apart)],
-            *([apart], 2, 10.0, 32),
-            {
-                "Embedding backward": 1.0 + 2 * 1.0,
-                "Matmul forward": 2.0 + 6.0,
-                "Waiting for other workers": (8.0 - 4.0) + (1.0 - 0.5) + (8.0 - 7.0),
-            },
-        ),
-        (
-            "an idle worker always waits",
-            lead,
-            *([apart], 2, 10.0, 16),
-            {"Embedding backward": 3.0, "Matmul forward": 2.0, "Waiting for other workers": 4.0 + 7.5},
-        ),
-        (
-            "a shared operation is one call",
-            [
-                event("linear", 0, 0.0, 2.0, *LINEAR, region=shared),
-                event("linear", 1, 0.0, 3.0, *LINEAR, region=shared),
-            ],
-            *([shared], 2, 3.0, 16),
-            {"Matmul forward": 5.0, "Waiting for other workers": 1.0},
-        ),
+    lead = [zero(1.0, 2.0, SQUARE[0], region=apart), linear(0, 2.0, 4.0, region=apart), zero(8.0, 9.0, SQUARE[0])]
+    matmul, waiting, zeroed = "Matmul forward", "Waiting for other workers", "Embedding backward"
+    both = [linear(0, 0.0, 2.0, region=shared), linear(1, 0.0, 3.0, region=shared)]
+    separate = {zeroed: 1.0 + 2 * 1.0, matmul: 2.0 + 6.0, waiting: (8.0 - 4.0) + (1.0 - 0.5) + (8.0 - 7.0)}
+    for events, regions, workers, end, flops, expected in (
+        # A call of only the leading worker occupies all.
+        ([linear(0, 1.0, 3.0), zero(4.0, 4.5, SQUARE[0])], [], 3, 5.0, 16, {matmul: 6.0, zeroed: 1.5}),
+        # A nested call is not part of its caller; without one, the call is whole.
+        ([act, linear(0, 1.0, 4.0, parent=act)], [], 1, 5.0, 16, {matmul: 3.0, "Activation forward": 2.0}),
+        ([act], [], 1, 5.0, 16, {"Matmul with activation forward": 5.0}),
+        # Parallel workers are accounted for separately, and an idle one always waits.
+        ([*lead, linear(1, 1.0, 7.0, region=apart)], [apart], 2, 10.0, 32, separate),
+        (lead, [apart], 2, 10.0, 16, {zeroed: 3.0, matmul: 2.0, waiting: 4.0 + 7.5}),
+        # A shared operation is one call.
+        (both, [shared], 2, 3.0, 16, {matmul: 5.0, waiting: 1.0}),
     ):
         seconds, found = account(Timer(), workers, Taken(0.0, end, events, regions))
-        assert seconds_of(found) == expected and seconds == end, what
-        assert found[2].sum() == flops, what
+        assert seconds_of(found) == expected and seconds == end
+        assert found[2].sum() == flops, expected
     assert found[1].sum() == 1  # a shared operation is one call
 
 

@@ -20,7 +20,7 @@ from distgpt.measure.verification.replaying import elapsed_at, refuse_other_rank
 from hypothesis import given
 from hypothesis import strategies as st
 
-from conftest import SMALL, ci_ranks, distgpt, inside, refused, succeeded
+from conftest import SMALL, ci_ranks, distgpt, inside, logged, refused, succeeded
 
 
 @pytest.fixture(scope="module")
@@ -113,11 +113,10 @@ def test_replay_skips_corrupt_checkpoint(copied):
 
 
 def change_loss(run, step, factor):
-    path = run / "metrics.jsonl"
-    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    lines = logged(run)
     for line in lines:
-        line["loss"] = line["loss"] * factor if line["step"] == step else line["loss"]
-    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+        line["loss"] *= factor if line["step"] == step else 1
+    (run / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
 
 
 def test_replay_separates_rounding_from_differences(without_facts):
@@ -136,8 +135,7 @@ def test_replay_does_not_judge_late_steps(without_facts, monkeypatch):
     monkeypatch.setattr(comparing, "JUDGED", 2)
     change_loss(without_facts, 11, 1 + 1e-3)
     found, result = replayed(without_facts, "11:12")
-    assert (found["verdict"], result.returncode) == ("unjudged", 3)
-    assert "steps 11 to 12 not judged" in result.stderr
+    assert (found["verdict"], result.returncode) == ("unjudged", 3) and "steps 11 to 12 not judged" in result.stderr
     result = inside("replay", without_facts, "--steps", "10:12")
     assert result.returncode == 0 and "steps 11 to 12 not judged" in result.stdout
     change_loss(without_facts, 11, 2)
@@ -189,8 +187,7 @@ def test_replay_requires_ranks_of_the_run():
 def test_replay_handles_settings_changed_at_resume(copied):
     """A replay before or after the resume uses the settings there; none spans it."""
     words = ["--resume", "auto", "--out", copied, "--steps", "16", "--lr", "5e-3"]
-    assert inside("train", *words).returncode == 0
-    assert replayed(copied, "9:12")[0]["verdict"] == "same"
+    assert inside("train", *words).returncode == 0 and replayed(copied, "9:12")[0]["verdict"] == "same"
     assert replayed(copied, "13:16")[0]["verdict"] == "same"
     refused(inside("replay", copied, "--steps", "11:14"), 2, "after step 12 with", "(steps, lr)")
 
@@ -288,11 +285,7 @@ def test_compare_finds_settings_changed_at_resume(folder):
 
 
 def test_compare_finds_differences_without_cause(folder, tmp_path):
-    shutil.copytree(folder / "one", tmp_path / "flipped")
-    path = tmp_path / "flipped" / "metrics.jsonl"
-    lines = [json.loads(line) for line in path.read_text().splitlines()]
-    lines[3]["loss"] *= 1 + 2**-23
-    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    change_loss(shutil.copytree(folder / "one", tmp_path / "flipped"), 4, 1 + 2**-23)
     result = inside("compare", folder / "one", tmp_path / "flipped")
     assert result.returncode == 1 and "loss 6 5 step 4: " in " ".join(result.stdout.split())
     assert "the runs diverge at step 4, but no setting differs" in result.stderr
@@ -365,10 +358,7 @@ def test_replay_explains_expected_rounding(one, other, says, how):
     assert says in reasons(one, other, **how)
 
 
-def test_elsewhere_paths_exist():
+def test_display_settings_are_neutral_and_other_paths_exist():
     assert all(path.exists() for path in ELSEWHERE) and PACKAGE / "core" not in ELSEWHERE
-
-
-def test_display_and_saving_settings_are_neutral():
     beside = {name for name, about in SETTINGS.items() if about.group in ("saving", "display")}
     assert {"keep", "sample_every"} < beside <= NEUTRAL <= {each.name for each in fields(TrainConfig)}

@@ -135,8 +135,7 @@ def test_families_match_in_transformers(name, families):
         found = model.grads[mapping.ours][mapping.first : mapping.first + mapping.rows]
         worst = np.abs((found.T if mapping.transposed else found) - theirs).max() / np.abs(theirs).max()
         assert worst < 1e-4, mapping.theirs
-    written = distgpt.load(ours).generate([[1, 2, 3], [5]], WRITTEN, temperature=0)
-    assert written == texts[name]
+    assert distgpt.load(ours).generate([[1, 2, 3], [5]], WRITTEN, temperature=0) == texts[name]
 
 
 @pytest.mark.xdist_group("greedy")  # the other worker takes it, since this file takes longest
@@ -164,10 +163,8 @@ def test_greedy_tokens_match_transformers(tmp_path):
 
 @needs_gpt2
 def test_transformers_reads_exported_tokenizers(tmp_path):
-    shape = {**SHAPES["odd"], "vocab_size": 50257}
-    exported_model(tmp_path / "theirs", shape, str(GPT2))
+    exported_model(tmp_path / "theirs", {**SHAPES["odd"], "vocab_size": 50257}, str(GPT2))
     texts = ["Hello  world's\n\n 1234 ünïcode, 漢字 🎉 <|endof", " .", "don't , . !  x\t"]
     ids, decoded, special = transformers(["tokens", str(tmp_path / "theirs"), texts])[0]
-    assert ids == [gpt2().encode(text).tolist() for text in texts]
-    assert decoded == texts
+    assert ids == [gpt2().encode(text).tolist() for text in texts] and decoded == texts
     assert special == [50256, 50256]

@@ -175,8 +175,7 @@ def test_invalid_tensors_are_rejected(exported):
 
 
 def test_invalid_index_is_rejected(exported):
-    mapping = in_parts(exported)
-    name = "transformer.wte.weight"
+    mapping, name = in_parts(exported), "transformer.wte.weight"
     other = next(file for file in set(mapping.values()) if file != mapping[name])
     outside = ("../evil.safetensors", "/etc/passwd", "..", ".", "a\\b", "a\0b", 7, None)
     for wrong, words in (

@@ -171,8 +171,7 @@ def test_invalid_peft_adapters_are_rejected(saved, tmp_path):
         (first, np.full_like(tensors[first], np.nan)),
         (first, None),
     ):
-        changed = {n: x for n, x in {**tensors, name: change}.items() if x is not None}
-        write_tensors(path, changed, {})
+        write_tensors(path, {n: x for n, x in {**tensors, name: change}.items() if x is not None}, {})
         refused(inside(*ask, "--weights", weights), 65, path)
     # The adapter is finite but its products are not, so the error must not name the model's file.
     write_tensors(path, {name: np.full_like(array, 3e38) for name, array in tensors.items()}, {})

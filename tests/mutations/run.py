@@ -84,16 +84,8 @@ class Copy:
         words = [sys.executable, "-B", "-m", "pytest", *options, f"@{names}"]
         python_path = f"{self.folder}:{self.folder / 'plugins'}"
         environment = {**os.environ, "PYTHONPATH": python_path, "DISTGPT_TEST_NOHUP": "1"}
-        process = subprocess.Popen(
-            words,
-            cwd=self.folder / "tests",
-            env=environment,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            errors="replace",
-            start_new_session=True,
-        )
+        how = {"cwd": self.folder / "tests", "env": environment, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
+        process = subprocess.Popen(words, **how, text=True, errors="replace", start_new_session=True)
         try:
             told, _ = process.communicate(timeout=seconds)
         except subprocess.TimeoutExpired:
@@ -135,15 +127,10 @@ def record(files):
         (folder / "calls").mkdir()
         (folder / "times.py").write_text(TIMED.format(f"{name}/times.txt"))
         (folder / "reset.py").write_text(RESET)
-        environment = {
-            **os.environ,
-            "PYTHONPATH": f"{Path(__file__).parent / 'tracing'}:{name}",
-            "DISTGPT_TRACE": f"{name}/calls",
-            "DISTGPT_TRACED": str(ROOT / "distgpt"),
-        }
-        plugins = ["-p", "times", "-p", "reset", "-p", "no:cacheprovider"]
-        two = ["-n", "2", "--dist", "loadgroup", "--no-loadscope-reorder"]
-        words = [*two, "-m", CHOSEN, *plugins, *files]
+        paths = {"PYTHONPATH": f"{Path(__file__).parent / 'tracing'}:{name}", "DISTGPT_TRACE": f"{name}/calls"}
+        environment = {**os.environ, **paths, "DISTGPT_TRACED": str(ROOT / "distgpt")}
+        words = ["-n", "2", "--dist", "loadgroup", "--no-loadscope-reorder", "-m", CHOSEN]
+        words += ["-p", "times", "-p", "reset", "-p", "no:cacheprovider", *files]
         subprocess.run([sys.executable, "-m", "pytest", *words], cwd=ROOT, env=environment)
         calls = {line for path in (folder / "calls").iterdir() for line in path.read_text().splitlines()}
         times = [line.split("\t") for line in (folder / "times.txt").read_text().splitlines()]
@@ -168,7 +155,6 @@ def short(test):
 
 
 def collected():
-    """Return the names of the current tests."""
     with tempfile.TemporaryDirectory() as folder:
         Path(folder, "names.py").write_text(COLLECTED.format(f"{folder}/names.txt"))
         environment = {**os.environ, "PYTHONPATH": folder}
@@ -194,8 +180,7 @@ class Choice:
             for test in tests:
                 self.breadth[test] += 1
         # Find callers by name, because the record does not include calls of compiled loops.
-        self.names = defaultdict(set)
-        self.imported = defaultdict(set)
+        self.names, self.imported = defaultdict(set), defaultdict(set)
         for path in (ROOT / "distgpt").rglob("*.py"):
             self._read(path, path.relative_to(ROOT / "distgpt").as_posix())
 
@@ -205,10 +190,8 @@ class Choice:
                 inner = function
                 if isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
                     inner = f"{function}.{child.name}" if function else child.name
-                elif isinstance(child, ast.Name):
-                    self.names[child.id].add((file, function))
-                elif isinstance(child, ast.Attribute):
-                    self.names[child.attr].add((file, function))
+                elif isinstance(child, ast.Name | ast.Attribute):
+                    self.names[getattr(child, "id", None) or child.attr].add((file, function))
                 elif isinstance(child, ast.ImportFrom) and child.module:
                     self.imported[child.module.removeprefix("distgpt.").replace(".", "/") + ".py"].add(file)
                 visit(child, inner)
@@ -310,13 +293,11 @@ def sampled(rooms, only_survivors=False):
         verdict = f"killed by {killer}" if killer else "SURVIVED"
         print(f"{verdict:60}  {mutant.name}  ({took:.0f} s)", flush=True)
         keep(known, results)
-    fallen = [
-        room
-        for room, now in results.items()
-        if room in known
-        and known[room]["of"]
-        and now["killed"] / max(1, now["of"]) < known[room]["killed"] / known[room]["of"]
-    ]
+
+    def rate(of):
+        return of["killed"] / max(1, of["of"])
+
+    fallen = [room for room, now in results.items() if room in known and rate(now) < rate(known[room])]
     killed, total = (sum(of[key] for of in results.values()) for key in ("killed", "of"))
     print(f"{killed} of {total} killed, {100 * killed / max(1, total):.0f} %")
     for room in fallen:

@@ -165,8 +165,7 @@ def test_every_way_sums_only_its_stretch(name, data):
     wanted = reference(rows, per_node) if reference else rows.astype(np.float64).sum(axis=0)
     near = 0 if reference else (2**-6 if "bfloat16" in name else 1e-6) * abs(rows).sum(axis=0)[inner] + 1e-12
     for rank, flat in enumerate(found):
-        assert (flat[inner] == found[0][inner]).all()
-        assert (abs(flat[inner] - wanted[inner]) <= near).all()
+        assert (flat[inner] == found[0][inner]).all() and (abs(flat[inner] - wanted[inner]) <= near).all()
         assert (flat[:start] == rows[rank, :start]).all() and (flat[stop:] == rows[rank, stop:]).all()
 
 

@@ -32,8 +32,7 @@ def units_of(count, size):
 @pytest.mark.parametrize("count, threads", [(1, 1), (2, 1), (4, 2), (8, 1), (16, 2)])
 def test_tree_of_units_on_one_rank(count, threads):
     layout = Layout([Spec("a", (9001,))])
-    units = units_of(count, layout.size + 1)
-    kernels = CpuKernels(threads=threads)
+    units, kernels = units_of(count, layout.size + 1), CpuKernels(threads=threads)
     grads = FlatBuffer(layout, kernels.accum_zeros, flags=3)
     tree = Tree(grads, kernels, count)
     for _ in range(2):  # its memory is used again
@@ -86,8 +85,7 @@ def test_results_are_identical_for_any_ranks_and_threads(dtype, monkeypatch):
     (alone,) = bits(1, **large)
     assert bits(1, 2, **large) == [alone] and bits(2, 1, **large) == [alone] * 2
     (usual,) = bits(1, dtype=dtype, reproducible_parts=0)
-    assert usual[1] != wanted[1]
-    assert np.allclose(usual[0], wanted[0], rtol=1e-5 if dtype == "float32" else 2e-2)
+    assert usual[1] != wanted[1] and np.allclose(usual[0], wanted[0], rtol=1e-5 if dtype == "float32" else 2e-2)
 
 
 def test_units_decide_micro_batches_and_matmul():

@@ -4,11 +4,10 @@ import os
 import signal
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
-from conftest import HELPERS, LONG, ROOT, SMALL, TESTS, _server, command, distgpt, popen, wait_for
+from conftest import HELPERS, LONG, ROOT, SMALL, TESTS, distgpt, popen, wait_for
 
 
 def test_files_have_unique_names():
@@ -60,23 +59,3 @@ def test_forked_command_receives_signals(tmp_path, number, code):
     os.killpg(process.pid, number)
     assert process.communicate(timeout=60)[1].startswith("distgpt: interrupted" if code == 130 else "")
     assert process.returncode == code
-
-
-@pytest.mark.ci
-def test_import_time_settings_start_cold(monkeypatch):
-    server = _server()
-    plain = server.environ
-    assert server.suits({**plain, "COLUMNS": "7", "PMI_RANK": "1"})
-    assert not any(server.suits({**plain, key: "1"}) for key in ("PYTHONUNBUFFERED", "HOME", "NUMBA_CACHE_DIR"))
-    for how in ({"cold": True}, {"env": {"OMP_NUM_THREADS": "2"}}, {"program": [*command()]}):
-        with popen("--version", stdout=subprocess.DEVNULL, **how) as process:
-            assert type(process) is subprocess.Popen
-
-
-@pytest.mark.ci
-def test_fork_server_has_no_mpi_or_threads():
-    process = Path(f"/proc/{_server().process.pid}")
-    distgpt("--version")
-    maps = (process / "maps").read_text()
-    assert not any(name in maps for name in ("libmpi", "mpi4py", "cupy")) and "llvmlite" in maps
-    assert len(list((process / "task").iterdir())) == 1

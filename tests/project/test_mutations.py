@@ -33,17 +33,14 @@ def clipped(x, low, high=3):
 """
 EXPECTED = {
     ("comparison", "x < low", "(x <= low)"),
-    ("condition", "x < low and x is not None", "(x < low or x is not None)"),
     ("condition", "x < low and x is not None", "True"),
     ("arguments", "low, x", "x, low"),
     ("statement", "print(x + 1)", "pass"),
-    ("arithmetic", "x + 1", "(x - 1)"),
-    ("constant", "3", "4"),
     ("return", "return max(low, x)", "return None"),
 }
 
 
-def test_mutants_change_one_expression_or_statement(tmp_path):
+def test_mutants_change_one_place_and_are_stable_under_edits(tmp_path):
     (path := tmp_path / "room" / "file.py").parent.mkdir()
     path.write_text(SOURCE)
     found = mutants_of(path, tmp_path)
@@ -51,11 +48,6 @@ def test_mutants_change_one_expression_or_statement(tmp_path):
     for mutant in found:
         text = changed(mutant, path.read_bytes())
         assert text != SOURCE and compile(text, "file.py", "exec")
-
-
-def test_mutant_sample_is_stable_under_edits(tmp_path):
-    (path := tmp_path / "room" / "file.py").parent.mkdir()
-    path.write_text(SOURCE)
     before = [m.name for m in sample(tmp_path, per_room=5)]
     path.write_text("# ä comment\n" + SOURCE + "\n# another\n")
     assert [m.name for m in sample(tmp_path, per_room=5)] == before and len(before) == 5

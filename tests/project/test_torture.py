@@ -1,6 +1,5 @@
 """benchmarks/torture.py detects planted errors; short fuzzing of loaders and ranks."""
 
-import json
 import re
 import shutil
 import subprocess
@@ -12,7 +11,7 @@ from pathlib import Path
 import pytest
 from torturing import attempts, faults, table, trials
 from torturing.attempts import Attempt
-from torturing.faults import CHOICES, EVERY, STEPS, Campaign, Fault, Mode
+from torturing.faults import CHOICES, STEPS, Campaign, Fault, Mode
 from torturing.invariants import Seen, after_attempt, at_the_end, look
 
 from conftest import MPIRUN, TESTS, slow_ranks, succeeded
@@ -29,10 +28,7 @@ def test_trial_depends_only_on_seed_and_number():
     first = [CAMPAIGN.trial(number) for number in range(200)]
     assert first == [replace(CAMPAIGN).trial(number) for number in range(200)]
     assert first != [replace(CAMPAIGN, seed=8).trial(number) for number in range(200)]
-    assert {trial.kind for trial in first} == set(CHOICES)
-    assert {trial.mode for trial in first} == {"serial", "mpi"}
-    only = replace(CAMPAIGN, kinds=("kill in a save",), calls={"save": 13, "elsewhere": 13, "start": 13})
-    assert {only.trial(number).faults[-1].turn for number in range(13)} == {*range(13)}
+    assert {trial.kind for trial in first} == set(CHOICES) and {trial.mode for trial in first} == {"serial", "mpi"}
 
 
 @pytest.fixture(scope="module")
@@ -55,33 +51,24 @@ def names_of(found):
 
 def changed(name, change):
     def act(run):
-        lines = (run / name).read_bytes().splitlines(keepends=True)
-        (run / name).write_bytes(b"".join(change(lines)))
+        (run / name).write_bytes(b"".join(change((run / name).read_bytes().splitlines(keepends=True))))
 
     return act
 
 
-LAST = f"checkpoints/step-{STEPS:08}"
 METRICS = partial(changed, "metrics.jsonl")
-WRITE = partial(changed, change=lambda lines: [b"{}"])
 PLANTED = {
     "a step twice": (METRICS(lambda lines: lines + lines[-2:]), "twice"),
-    "no last step": (METRICS(lambda lines: lines[:-2]), "steps"),
     "a line in two": (METRICS(lambda lines: [lines[0][:9], b"\n", *lines]), "torn"),
     "another loss": (METRICS(lambda lines: [line.replace(b"1", b"2") for line in lines]), "losses"),
-    "torn weights": (changed("weights.safetensors", lambda lines: [b"".join(lines)[:-5], b"12345"]), "torn"),
-    "no common checkpoints": (lambda run: shutil.rmtree(run / LAST), "checkpoints"),
-    "other weights": (WRITE("weights.safetensors"), "weights"),
+    "no common checkpoints": (lambda run: shutil.rmtree(run / f"checkpoints/step-{STEPS:08}"), "checkpoints"),
+    "other weights": (changed("weights.safetensors", lambda lines: [b"{}"]), "weights"),
     "a leaked file": (lambda run: (run / ".config.toml.0.tmp").touch(), "leaked"),
-    "a holder": (lambda run: (run / "running.json").write_text("{}"), "leaked"),
-    "another best step": (lambda run: write_summary(run, best_step=4), "best"),
-    "stopped": (lambda run: write_summary(run, stop="failed"), "summary"),
+    "stopped": (
+        changed("summary.json", lambda lines: [line.replace(b"finished", b"failed") for line in lines]),
+        "summary",
+    ),
 }
-
-
-def write_summary(run, **changes):
-    file = run / "summary.json"
-    file.write_text(json.dumps(json.loads(file.read_text()) | changes))
 
 
 @pytest.mark.parametrize("what", PLANTED)
@@ -96,41 +83,14 @@ def test_wrong_end_state_is_detected(what, run, whole):
 def test_undocumented_ends_are_detected(run):
     for mode, done, name in (
         (SERIAL, replace(KILLED, code=1), "exit code"),
-        (MPI, replace(ASKED, ranks=2, code=15), "exit code"),
         (SERIAL, replace(ASKED, errors=""), "no word"),
-        (SERIAL, replace(ASKED, errors="distgpt: internal error\nTraceback (most"), "traceback"),
         (SERIAL, replace(KILLED, hung=True), "hang"),
         (SERIAL, replace(KILLED, left=["python -m distgpt train"]), "left behind"),
         (SERIAL, KILLED, None),
-        (SERIAL, ASKED, None),
         (MPI, replace(ASKED, ranks=2, code=15, early=True), None),
-        (SERIAL, Attempt(Fault("twice"), 1, second=2), None),
     ):
         found = names_of(after_attempt(mode, done, Seen(), look(run)))
         assert name in found if name else not found, done
-
-
-def test_full_disk_losses_are_detected(run):
-    full = Attempt(Fault("full"), 1, code=74, errors="distgpt: No space left on device\n")
-    assert names_of(after_attempt(SERIAL, full, Seen(), look(run))) == {"hoarded"}
-    assert not after_attempt(replace(SERIAL, goes_on=False), full, Seen(), look(run))
-    for path in sorted((run / "checkpoints").iterdir())[:-1]:
-        shutil.rmtree(path)
-    assert not after_attempt(SERIAL, full, Seen(), look(run))
-    (run / "weights.safetensors").unlink()
-    assert names_of(after_attempt(SERIAL, full, Seen(), look(run))) == {"no result"}
-
-
-def test_lost_steps_and_checkpoints_are_detected(run):
-    before = look(run)
-    assert before.best == STEPS == before.best_said[STEPS]
-    assert names_of(after_attempt(SERIAL, KILLED, before, replace(before, best=8))) == {"best"}
-    shutil.rmtree(run / LAST)
-    seen = look(run)
-    assert (seen.step, seen.newest) == (STEPS, STEPS - EVERY)
-    assert names_of(after_attempt(SERIAL, ASKED, Seen(), seen)) == {"lost"}
-    assert after_attempt(SERIAL, KILLED, Seen(), seen) == []
-    assert names_of(after_attempt(SERIAL, KILLED, before, seen)) == {"lost"}
 
 
 @pytest.mark.ranks

@@ -61,8 +61,7 @@ def test_pair_gradients_match_differences(centred):
     tokens = text(500)
     pairs = Pairs.of(tokens, V)
     e, h = (weights[pairs.order] for weights in random_weights(np.float64))
-    places = np.argsort(pairs.order)[tokens]
-    de = np.zeros_like(e)
+    places, de = np.argsort(pairs.order)[tokens], np.zeros_like(e)
     dh = bigrams.gradients(pairs, slice(0, V), e, h, de, centred)
     rng = np.random.default_rng(3)
     for weights, gradient in ((e, de), (h, dh)):
@@ -86,8 +85,7 @@ def test_bigrams_learn_short_sequences(length):
 def test_bigrams_predict_like_counts():
     tokens = text()
     e, h = random_weights()
-    unseen = e[5].copy()
-    before = mean_loss(tokens, e, h)
+    unseen, before = e[5].copy(), mean_loss(tokens, e, h)
     learn_bigrams(tokens, e, h, centred=False, threads=1)
     assert mean_loss(tokens, e, h) < entropy(tokens) + 0.1 * (before - entropy(tokens))
     assert np.array_equal(e[5], unseen)

@@ -60,8 +60,7 @@ def test_last_step_ends_with_the_time():
 def test_run_ends_with_its_time(how, first, shortest, longest):
     shares, seconds, _ = run_of(**{"t": T, **how})
     assert shares[0] == pytest.approx(first) and shares[-1] == 1 and shortest <= seconds <= longest
-    assert len(shares) % (4 if "ranks" in how else 1) == 0
-    assert run_of(T, spent=60.0)[0] == []
+    assert len(shares) % (4 if "ranks" in how else 1) == 0 and run_of(T, spent=60.0)[0] == []
 
 
 def test_nearly_spent_budget_is_over():
@@ -120,8 +119,7 @@ def test_ranks_end_together_and_resume_time(tmp_path):
     assert steps[first]["lr"] < 1.02 * steps[first - 1]["lr"] and steps[-1]["lr"] == 0  # not a new run's rate
     assert seconds_of(out, steps[-1]["step"]) == pytest.approx(9)
     again = inside(*words, "--threads", "1", "--resume", "auto")
-    assert again.returncode == 0 and "its 9s have elapsed" in again.stdout
-    assert logged(out) == steps
+    assert again.returncode == 0 and "its 9s have elapsed" in again.stdout and logged(out) == steps
 
 
 def test_depth_sets_defaults_and_resume_keeps_them(tmp_path):
@@ -240,8 +238,7 @@ def test_evaluations_score_all_held_out_tokens_if_cheap(tmp_path):
         scored, every, steps = settings(tokens, **given)
         assert scored == 0 and (-(-steps // every) if every else 0) == times, tokens
     scored, every, _ = settings(40e3, val_fraction=0.1)
-    assert 0 < scored < 10_000 and every
-    assert settings(40e3) == (None, None, settings(40e3)[2])
+    assert 0 < scored < 10_000 and every and settings(40e3) == (None, None, settings(40e3)[2])
 
 
 @pytest.mark.ci

@@ -76,8 +76,7 @@ def test_eval_limits_tokens_and_extends_rope_context(run, tmp_path):
     refused(inside("infer", "--weights", weights, "--context", "32"), 2, "learned positions", "16")
     rotary = train(tmp_path / "run", "--steps", "5", *ROPE) / "weights.safetensors"
     at_once = evaluated(rotary, "--val", "story", "--context", "64")
-    assert at_once["context"] == 64
-    assert at_once["val_loss"] != evaluated(rotary, "--val", "story")["val_loss"]
+    assert at_once["context"] == 64 and at_once["val_loss"] != evaluated(rotary, "--val", "story")["val_loss"]
     written = inside("infer", "--weights", rotary, "--context", "64", "--max-new-tokens", "40")
     assert "40 tokens" in written.stderr
 

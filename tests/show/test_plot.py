@@ -39,8 +39,7 @@ def curve(folder, key):
 
 def test_plot_draws_a_real_run(trained, tmp_path):
     trained = shutil.copytree(trained, tmp_path / "run")
-    assert done("plot", trained).strip() == str(trained / "curves.png")
-    assert size(trained / "curves.png")[0] == 1800
+    assert done("plot", trained).strip() == str(trained / "curves.png") and size(trained / "curves.png")[0] == 1800
     assert curve(trained, "loss") == {step: line["loss"] for step, line in metrics(trained).items()}
 
 
@@ -98,8 +97,7 @@ def test_outliers_do_not_set_the_speed_axis(tmp_path):
 
 def test_steep_start_is_cut(tmp_path):
     evaluated = [{"step": step, "val_loss": 9.0 if step == 0 else 3.5} for step in (0, 50, 100)]
-    steep = run(tmp_path / "steep", *evaluated, *map(line, range(1, 101)))
-    loss = draw(read_runs([steep])).axes[0]
+    loss = draw(read_runs([run(tmp_path / "steep", *evaluated, *map(line, range(1, 101)))])).axes[0]
     assert loss.get_ylim() == pytest.approx((3.05 - 0.45 / 20, 3.5 + 0.45 / 20), abs=0.01)
     assert loss.get_title() == "Loss (nats per token), without the steep start"
     dotted = [drawn.get_xdata().tolist() for drawn in loss.lines if drawn.get_linestyle() == ":"]
@@ -141,8 +139,7 @@ def test_runs_are_ranked_by_validation_loss(tmp_path):
         run(tmp_path / name, line(1), *({"step": step, "val_loss": loss} for step, loss in enumerate(losses, 2)))
         for name, losses in scored.items()
     ]
-    figure = draw(read_runs(paths))
-    [legend] = figure.legends
+    [legend] = draw(read_runs(paths)).legends
     assert [text.get_text()[0] for text in legend.get_texts()] == ["c", "a", "b", "v"]
     assert [text.get_text()[-9:] for text in legend.get_texts()[:2]] == ["val 2.000", "val 2.500"]
 
@@ -190,8 +187,7 @@ def test_directory_plots_all_started_runs(tmp_path, monkeypatch):
     (tmp_path / "runs" / "c" / "metrics.jsonl").unlink()
     drawn = []
     monkeypatch.setattr("distgpt.show.plot.draw", lambda runs, **look: drawn.extend(runs) or draw(runs, **look))
-    assert plot([tmp_path / "runs"], None) == Path("curves.png")
-    assert [of.name for of in drawn] == ["a", "b"]
+    assert plot([tmp_path / "runs"], None) == Path("curves.png") and [of.name for of in drawn] == ["a", "b"]
     assert plot([tmp_path / "runs" / "a"], None) == tmp_path / "runs" / "a" / "curves.png"
 
 
@@ -202,8 +198,7 @@ def test_smoothing_keeps_lines_and_skips_nan():
     assert np.array_equal(straight.smoothed(1), straight.values)
     holes = Curve(steps, np.where(steps == 7, np.nan, 2.0))
     assert np.allclose(holes.smoothed(5), 2.0) and np.isnan(holes.smoothed(1)[7])
-    spike = Curve(steps, np.where(steps == 7, 1e9, 2.0))
-    assert np.allclose(spike.smoothed(5, np.median), 2.0)
+    assert np.allclose(Curve(steps, np.where(steps == 7, 1e9, 2.0)).smoothed(5, np.median), 2.0)
 
 
 def test_names_are_short_and_runs_unique(tmp_path):

@@ -153,8 +153,7 @@ def test_reading_updates_use_time_daily(tmp_path):
     caches.write_checked(path, b"x")
     for age, is_noted in ((0.5, False), (2, True)):
         os.utime(path, (now - age * caches.DAY,) * 2)
-        assert read_checked(path) == b"x"
-        assert (path.stat().st_mtime > now - caches.DAY / 4) == is_noted
+        assert read_checked(path) == b"x" and (path.stat().st_mtime > now - caches.DAY / 4) == is_noted
 
 
 @pytest.fixture
@@ -201,8 +200,7 @@ def test_killed_holder_releases_cache_lock(path):
 def test_stuck_holder_is_waited_for_with_a_limit(path, monkeypatch):
     monkeypatch.setattr(caches, "PATIENCE", 0.02)
     with alone(path):
-        assert compute_once(path, lambda: b"content") == b"content"
-        assert read_checked(path) == b"content"
+        assert compute_once(path, lambda: b"content") == b"content" and read_checked(path) == b"content"
 
 
 def test_unwritable_results_are_computed_concurrently(path, monkeypatch):

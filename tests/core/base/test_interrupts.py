@@ -46,8 +46,7 @@ def test_interrupt_ends_a_run_at_any_point(broken, tmp_path, monkeypatch):
 
 def test_interrupt_waits_for_compilation(monkeypatch):
     """An exception in a callback of LLVM would be lost or crash the process."""
-    called = []
-    find = ExecutionEngine._find_module_ptr
+    called, find = [], ExecutionEngine._find_module_ptr
 
     def interrupted(engine, pointer):
         interrupt()

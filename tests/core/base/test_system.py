@@ -50,10 +50,8 @@ def pretend_macos(monkeypatch, known):
 
 def test_macos_reports_fast_cores_and_memory(no_proc, monkeypatch):
     pretend_macos(monkeypatch, MAC)
-    assert resources.usable_cores() == {0, 1, 2, 3}
-    assert resources.available_memory() == 16 << 30
-    assert boot_id() == "2F5C-1"
-    assert resources.granted_cores().number == 4 and resources.peak_memory() > 1 << 10
+    assert resources.usable_cores() == {0, 1, 2, 3} and resources.available_memory() == 16 << 30
+    assert boot_id() == "2F5C-1" and resources.granted_cores().number == 4 and resources.peak_memory() > 1 << 10
     assert facts.memory()["available"] == min(16 << 30, facts.memory()["total"])
 
 

@@ -138,8 +138,7 @@ def test_writers_do_not_follow_planted_links(tmp_path, monkeypatch):
     (tmp_path / ".out.a.tmp").symlink_to(tmp_path / "victim")
     with pytest.raises(StorageError, match="File exists"), atomic_file(tmp_path / "out") as file:
         file.write(b"evil")
-    assert (tmp_path / "victim").read_text() == "precious"
-    assert not (tmp_path / "out").exists()
+    assert (tmp_path / "victim").read_text() == "precious" and not (tmp_path / "out").exists()
 
 
 def test_new_files_respect_umask(tmp_path):

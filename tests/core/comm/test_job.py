@@ -34,8 +34,7 @@ def test_error_of_one_rank_aborts_the_job(job, capsys, monkeypatch):
         (OSError(28, "No space left", "f"), rank_1, 74, True, "rank 1: f: No space left", True),
         (SystemExit(3), rank_1, 3, True, "rank 1: exited with code 3", True),
     ):
-        assert job.leave(error, comm) == code
-        assert ended == [code] * is_aborted
+        assert job.leave(error, comm) == code and ended == [code] * is_aborted
         ended.clear()
         printed = capsys.readouterr().err
         assert printed.startswith(f"distgpt: {said}") if said else not printed
@@ -57,8 +56,7 @@ def test_interrupt_before_mpi_flushes_output(monkeypatch):
     monkeypatch.setattr(signal, "signal", lambda *_: None)
     monkeypatch.setattr("os.kill", lambda pid, number: killed.append((number, pipe.getvalue())))
     print("a line")
-    assert Launched().leave(Interrupted(15), None) == 143
-    assert killed == [(15, b"a line\n")]
+    assert Launched().leave(Interrupted(15), None) == 143 and killed == [(15, b"a line\n")]
 
 
 def test_open_mpi_ranks_wait_for_error_of_rank_0(capsys, monkeypatch):
@@ -79,8 +77,7 @@ def test_open_mpi_ranks_wait_for_error_of_rank_0(capsys, monkeypatch):
     ):
         monkeypatch.setenv("OMPI_COMM_WORLD_RANK", str(own))
         monkeypatch.setenv("OMPI_COMM_WORLD_LOCAL_RANK", str(local))
-        assert Launched().complain(why, 2) == 2
-        assert said == [launching.SECONDS_TO_START] * waits
+        assert Launched().complain(why, 2) == 2 and said == [launching.SECONDS_TO_START] * waits
         assert capsys.readouterr().err.count(f"rank {own} on {platform.node()}: no MPI") == is_told
         said.clear()
 

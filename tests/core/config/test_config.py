@@ -103,8 +103,7 @@ def test_precedence_is_defaults_preset_file_flags(tmp_path):
     toml.write_text('preset = "gpt-mini"\nsteps = 7\n[train]\nlr = 0.5\n[model]\nn_layer = 3\n')
     request = asked_for({"steps": 9}, toml=toml)
     run = resolve(request)
-    assert request.name == "mine"
-    assert (run.train.steps, run.train.lr, run.model.n_layer) == (9, 0.5, 3)
+    assert request.name == "mine" and (run.train.steps, run.train.lr, run.model.n_layer) == (9, 0.5, 3)
     assert run.train.data == "story"  # preset
     assert run.train.beta2 == TrainConfig().beta2  # default
     request = asked_for({}, "microgpt", toml)  # the flag's preset overrides the file's
@@ -136,8 +135,7 @@ def test_batch_tokens_and_batch_size_replace_each_other(tmp_path):
 def test_init_determines_the_model():
     held = ModelConfig(vocab_size=99, n_layer=2, seq_len=64, positions="learned")
     run = resolve(asked_for({"init": "w", "steps": 5}, "gpt2"), held)
-    assert run.model == held
-    assert run.train.batch_size == (1 << 19) // 64 and run.train.steps == 5
+    assert run.model == held and run.train.batch_size == (1 << 19) // 64 and run.train.steps == 5
     for changes, message in (
         ({"n_layer": 3}, "w contains a model with n_layer 2, not 3"),
         ({"seq_len": 128}, "seq_len"),

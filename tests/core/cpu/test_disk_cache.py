@@ -111,8 +111,7 @@ def test_concurrent_processes_compile_once(own):
 
 @pytest.fixture
 def said():
-    said = []
-    first_use.announce(said.append)
+    first_use.announce((said := []).append)
     yield said
     first_use.announce()
 
@@ -124,8 +123,7 @@ def test_full_disk_is_reported_once(own, said, monkeypatch):
     assert not is_loaded(np.int8)
     kept, _ = [*own.iterdir()], said.clear()
     monkeypatch.setattr(disk_cache, "keep", full)
-    for kind in (np.int16, np.int32):
-        assert not is_loaded(kind)
+    assert not is_loaded(np.int16) and not is_loaded(np.int32)
     assert is_loaded(np.int8) and [*own.iterdir()] == kept
     (line,) = said
     assert str(own) in line and line.endswith("not kept")
@@ -416,13 +414,12 @@ print(len(compile_workers.missing_loops(stage, run.train.dtype, run.train.matmul
 
 @pytest.mark.ci
 def test_compile_workers_find_and_compile_loops(tmp_path):
-    program, settings = [sys.executable, "-c", FINDING], ("tiny-adamw", "float32", "blas")
     env = {"DISTGPT_CACHE": str(tmp_path / "cache")}
-    result = succeeded(*settings, program=program, env=env, timeout=300, by=distgpt)
+    program = [sys.executable, "-c", FINDING]
+    result = succeeded("tiny-adamw", "float32", "blas", program=program, env=env, timeout=300, by=distgpt)
     noted, again, missing = map(str.split, result.stdout.splitlines())
-    assert int(noted[0]) > 15 and noted[1] == "0"
+    assert int(noted[0]) > 15 and noted[1] == "0" and missing == ["0"]
     assert again[0] == again[1] and again[2] == "False"  # no file more, nothing reported
-    assert missing == ["0"]
     small = "--n-layer 2 --seq-len 32 --batch-size 2 --data story --tokenizer byte --threads 2 --steps 3"
     weights = []
     for name, where in (("by a helper", env), ("by others", {})):

@@ -65,8 +65,7 @@ def test_gpus_use_bfloat16_from_capability_8(free):
     assert on_gpus((9, 0), (8, 6)).auto_dtype().name == "bfloat16"
     for stage in (on_gpus((7, 5)), on_gpus((9, 0), (7, 5)), on_gpus((9, 0), tf32=True)):
         found = stage.auto_dtype()
-        assert found.name == "float32" and found.why
-        assert stage.auto_dtype(weights=1 << 40).name == "float32"
+        assert found.name == "float32" and found.why and stage.auto_dtype(weights=1 << 40).name == "float32"
     assert on_gpus((9, 0)).auto_dtype(weights=1000).name == "bfloat16"
 
 
@@ -79,8 +78,7 @@ def test_gpus_use_bfloat16_from_capability_8(free):
 ])  # fmt: skip
 def test_processors_use_bfloat16_if_fast(shape, name, small, large, monkeypatch, free):
     monkeypatch.setattr(processor, "shape", lambda: shape)
-    assert chosen().name == name and chosen().why
-    assert chosen(matmul="blas").name == "float32"
+    assert chosen().name == name and chosen().why and chosen(matmul="blas").name == "float32"
     stage = open_stage("serial", 1)
     assert stage.auto_dtype(weights=1 << 20).name == small
     assert stage.auto_dtype(weights=stages.READ_FROM_MEMORY // 4).name == large
@@ -97,8 +95,7 @@ def test_run_records_and_keeps_auto_dtype(tmp_path, free):
     expected, out = chosen(), tmp_path / "run"
     result = inside("train", *SMALL, *STEPS, "--out", out, env=FREE)
     assert result.returncode == 0 and f"{expected.name}: {expected.why}" in result.stdout
-    assert saved(out) == expected.name
-    assert not re.search('dtype = "auto"', RunDirectory(out).config.read_text())
+    assert saved(out) == expected.name and not re.search('dtype = "auto"', RunDirectory(out).config.read_text())
     other = F32 if expected.name == "bfloat16" else BF16
     assert ran(tmp_path / "branch", "--steps", "6", "--resume", out, env=other) == expected.name
     assert ran(out, "--steps", "6", "--resume", "auto", "--dtype", "auto", env=other) == expected.name

@@ -43,8 +43,7 @@ def panel_of(q, scales, columns, dot, of):
     if of is int4:
         words = words[:, :, ::2] | words[:, :, 1::2] << 4
     bits = np.ascontiguousarray(scales.T).view(np.uint8).reshape(blocks, -1)
-    steps = words.transpose(1, 2, 0, 3).reshape(blocks, -1)
-    flat = np.concatenate([steps, bits], axis=1)
+    flat = np.concatenate([words.transpose(1, 2, 0, 3).reshape(blocks, -1), bits], axis=1)
     out = aligned(flat.shape, "uint8")
     out[:] = flat
     return out
@@ -61,8 +60,7 @@ def test_integers_are_exact_in_every_way(way, of):
     if not needed <= features():
         pytest.skip(f"needs {needed}")
     tile = routine(of.module(registers, dot), "tile", "nnpnppnnpn")
-    random = np.random.default_rng(5)
-    n = registers.columns
+    random, n = np.random.default_rng(5), registers.columns
     for rows in range(1, dot.rows + 1):
         for blocks, columns, extremes in ((1, n, True), (3, n - 5, False), (2, 1, True)):
             choice = [-127, 127] if extremes else np.arange(-127, 128)
@@ -73,8 +71,7 @@ def test_integers_are_exact_in_every_way(way, of):
             bits = (scales.astype(np.float32).view(np.uint32) >> 16).astype(np.uint16)
             left, right = rows_of(a, row_scales, dot, of.BLOCK), panel_of(b, bits, n, dot, of)
             each = (x.reshape(-1, blocks, of.BLOCK).astype(np.int64) for x in (a, b))
-            dots = np.einsum("rbk,cbk->rcb", *each)
-            exact = (dots * row_scales[:, None] * scales).sum(2)
+            exact = (np.einsum("rbk,cbk->rcb", *each) * row_scales[:, None] * scales).sum(2)
             c, bias = np.full((rows, n + 3), np.nan, np.float32), np.arange(n, dtype=np.float32)
             for flags, expected in ((0, exact), (2, exact + bias), (1, 2 * exact + bias)):
                 tile(rows, blocks, left, left.strides[0], right, c, c.strides[0], columns, bias, flags)
@@ -93,8 +90,7 @@ def multiplied(c, a, x, w, panels):
     for i in range(x.shape[0]):
         quantise_row(a[i], x[i], 0, x.shape[1])
     block = record_of(w)[0]
-    blocks = (x.shape[1] + block - 1) // block
-    wide = operands.COLUMNS
+    blocks, wide = (x.shape[1] + block - 1) // block, operands.COLUMNS
     for i in range(x.shape[0]):
         for panel in range(panels):
             to, b = c[i:, panel * wide :], w[panel]

@@ -156,8 +156,7 @@ def test_cells_cover_a_matrix_once(threads, packs_rows):
             seen[top:bottom, left:right] += 1
             assert (bottom > top or not rows) and right > left
             assert top % rows_of == 0 and left % columns_of == 0
-        assert (seen == 1).all()
-        assert cut.cell(0, cut.cells, rows, columns) == ((0, rows), (0, columns))
+        assert (seen == 1).all() and cut.cell(0, cut.cells, rows, columns) == ((0, rows), (0, columns))
 
 
 def test_threads_do_not_pack_whole_matrices():
@@ -199,8 +198,7 @@ def test_bfloat16_rounds_to_nearest_even():
 
 
 def test_pack_transposed():
-    lanes = assembled.shape().lanes
-    random = np.random.default_rng(4)
+    lanes, random = assembled.shape().lanes, np.random.default_rng(4)
     for rows, k in ((1, 1), (lanes, lanes), (lanes + 1, 3 * lanes + 5), (70, 70), (2 * lanes, 2 * lanes)):
         for kind, pair in ((FLOAT, 1), (BITS, 2)):
             w = stored(random.standard_normal((rows, k)), kind)

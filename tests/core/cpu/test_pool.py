@@ -148,14 +148,10 @@ def test_user_threads_share_the_pool(call):
     assert not wrong
 
 
-def test_nested_job_runs_in_its_worker():
-    pool, seen = Pool(2), []
+def test_nested_work_runs_in_its_thread():
+    pool, seen, inside, after = Pool(2), [], [], []
     pool.run_parts(lambda part: pool.split_range(10, 1, lambda first, last: seen.append((first, last))), 2)
     assert seen == [(0, 10), (0, 10)]
-
-
-def test_nested_range_runs_in_its_thread():
-    pool, inside, after = Pool(2), [], []
 
     def stretch(first, last):
         pool.split_range(10, 1, lambda *inner: inside.append((first, last, *inner)))
@@ -186,8 +182,7 @@ def test_worker_exception_keeps_the_pool(failing):
 
 @pytest.mark.parametrize("failing", range(3))
 def test_failed_call_keeps_the_pool(failing):
-    pool = Pool(3)
-    counter = counters(1, 3)[0]
+    pool, counter = Pool(3), counters(1, 3)[0]
     failing_orders = ParallelLaunch(pool, fail, [(i, failing, counter, 3) for i in range(3)], [counter])
     for _ in range(5):
         assert failing_orders.run() == [failing]
@@ -209,8 +204,7 @@ def test_failed_own_work_releases_threads():
 
 
 def test_launch_passes_packed_arguments():
-    pool = Pool(2)
-    seen = np.zeros(2, np.int64)
+    pool, seen = Pool(2), np.zeros(2, np.int64)
     packed = [PackedArgs((np.array([10 + i]), 3)) for i in range(2)]
     reading = ParallelLaunch(pool, read_packed, [(seen, i, packed[i]) for i in range(2)], [])
     assert reading.run() == [] and seen.tolist() == [30, 33]
@@ -282,14 +276,22 @@ def test_pool_releases_arrays_after_launch():
         gc.enable()
 
 
-# SIGALRM arrives between any two steps of the interpreter. Exceptions keep their frames, as in a notebook.
-INTERRUPTED = """
+def run_alone(script):
+    """Run a script in a new process, with the names that it needs."""
+    head = f"""
 import random, signal, sys
-sys.path[:0] = {path}
+sys.path[:0] = {[str(Path(__file__).parent), *sys.path]}
 from test_pool import Counting
 from distgpt.core.base.interrupts import signals_deferred
 from distgpt.core.cpu.pool import Pool
+"""
+    done = subprocess.run([sys.executable, "-c", head + script], capture_output=True, text=True, timeout=120)
+    assert (done.returncode, done.stderr) == (0, "")
+    return done.stdout
 
+
+# SIGALRM arrives between any two steps of the interpreter. Exceptions keep their frames, as in a notebook.
+INTERRUPTED = """
 pool, moments, kept = Pool(3), random.Random(1), []
 counting = Counting(pool)
 counting.check()
@@ -311,25 +313,10 @@ for _ in range(400):
 
 @pytest.mark.ci
 def test_interrupt_may_arrive_anywhere():
-    script = INTERRUPTED.format(path=[str(Path(__file__).parent), *sys.path])
-    done = subprocess.run([sys.executable, "-c", script], stderr=subprocess.PIPE, text=True, timeout=120)
-    assert not done.returncode and not done.stderr, done.stderr
-
-
-ENDING = """
-import sys
-sys.path[:0] = {path}
-from test_pool import Counting
-from distgpt.core.cpu.pool import Pool
-
-Counting(Pool({threads})).check()
-print("counted", flush=True)
-"""
+    run_alone(INTERRUPTED)
 
 
 @pytest.mark.ci
 @pytest.mark.parametrize("threads", [2, 16])
 def test_process_ends_with_waiting_helpers(threads):
-    script = ENDING.format(path=[str(Path(__file__).parent), *sys.path], threads=threads)
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60)
-    assert (done.returncode, done.stdout, done.stderr) == (0, "counted\n", "")
+    assert run_alone(f"Counting(Pool({threads})).check()\nprint('counted', flush=True)") == "counted\n"

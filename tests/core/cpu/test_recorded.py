@@ -112,8 +112,7 @@ RUNS = {
 def test_captured_steps_are_bitwise_identical(name, dtype, threads):
     preset, changes = RUNS[name]
     plain, recorded = (steps_of(preset, threads, each, dtype=dtype, **changes) for each in (False, True))
-    assert plain[2] == 0 and recorded[2] > 0
-    assert plain[0] == recorded[0]
+    assert plain[2] == 0 and recorded[2] > 0 and plain[0] == recorded[0]
     np.testing.assert_array_equal(plain[1], recorded[1])
 
 
@@ -173,8 +172,7 @@ def test_results_made_in_python_reach_later_loops():
 
 
 def test_profile_of_operations_sees_captured_calls():
-    kernels = CpuKernels("float32", 2)
-    x = np.ones(8, "float32")
+    kernels, x = CpuKernels("float32", 2), np.ones(8, "float32")
     work = record(kernels, lambda: kernels.add(x, x, x))
     work()
     seen = []
@@ -202,8 +200,7 @@ def test_team_threads_meet_in_each_call(make):
 
 
 def test_ignored_rows_are_read_per_call():
-    kernels = CpuKernels("float32", 2)
-    random = np.random.default_rng(0)
+    kernels, random = CpuKernels("float32", 2), np.random.default_rng(0)
     x, w = (random.standard_normal((rows, 24)).astype("float32") for rows in (70, 31))
     targets = random.integers(0, 31, 70).astype(np.int32)
     head = Head(w, kernels.zeros(32, 31), 31)
@@ -256,8 +253,7 @@ def test_pool_job_calls_without_capture():
     finished = threading.Thread(target=lambda: kernels.each(lambda i: recorded[i](), 2), daemon=True)
     finished.start()
     finished.join(20)
-    assert not finished.is_alive() and (totals == 4).all()
-    assert not recorded[0].entries
+    assert not finished.is_alive() and (totals == 4).all() and not recorded[0].entries
 
 
 def test_gradient_hooks_run_per_call(monkeypatch):

@@ -168,8 +168,7 @@ def test_arm64_kernels_assemble_anywhere():
 def test_all_registers_have_tiles(registers):
     for operand, out in TYPES:
         text = assembled.tile_text(registers, operand, out)
-        assert assembled.verified(text)
-        assert ("dpbf16ps" in text) == (registers.dot and operand == BFLOAT16)
+        assert assembled.verified(text) and ("dpbf16ps" in text) == (registers.dot and operand == BFLOAT16)
 
 
 def products(loop):

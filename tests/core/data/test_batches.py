@@ -57,8 +57,7 @@ def test_shuffled_orders_are_uniform():
     _, seen = np.unique(shuffled(place, key, count).reshape(epochs, count), axis=0, return_counts=True)
     assert seen.size == 6 and seen.min() > 800 and seen.max() < 1200
     order = shuffled(np.arange(10_000, dtype=np.uint64), np.ones(10_000, np.uint64), 10_000).astype(np.int64)
-    assert np.mean(np.abs(np.diff(order)) == 1) < 0.002
-    assert abs(np.corrcoef(order, np.arange(10_000))[0, 1]) < 0.05
+    assert np.mean(np.abs(np.diff(order)) == 1) < 0.002 and abs(np.corrcoef(order, np.arange(10_000))[0, 1]) < 0.05
 
 
 @settings(max_examples=20)
@@ -179,8 +178,7 @@ def test_ranks_get_tokens_of_rank_0(tmp_path):
         assert corpus.train.fingerprint != corpus.val.fingerprint
     mine = load_tokenizer("char", STORY + "äöü")  # an existing model's
     (corpus,) = loaded(1, "story", "auto", 8, existing=mine)
-    assert corpus.tokenizer.to_json() == mine.to_json()
-    assert corpus.tokenizer.decode(whole(corpus.train)) == STORY
+    assert corpus.tokenizer.to_json() == mine.to_json() and corpus.tokenizer.decode(whole(corpus.train)) == STORY
 
 
 def test_data_errors_are_raised_on_all_ranks(tmp_path):

@@ -61,10 +61,8 @@ def test_slots_fit_into_memory():
     config = replace(VARIANTS["gpt2"], seq_len=1000, n_layer=4)
     model = build(config, CpuKernels("float32", 1))
     one = slot_bytes(model)
-    assert slots_that_fit(model, 32, 10 * one + 5) == 10
-    assert slots_that_fit(model, 3, 10 * one) == 3
-    assert slots_that_fit(model, 32, 7) == 1
-    assert 1 <= slots_that_fit(model, 1 << 40) <= CACHE_BYTES // one
+    assert slots_that_fit(model, 32, 10 * one + 5) == 10 and slots_that_fit(model, 3, 10 * one) == 3
+    assert slots_that_fit(model, 32, 7) == 1 and 1 <= slots_that_fit(model, 1 << 40) <= CACHE_BYTES // one
     guessing = slot_bytes(model, lookup=64)
     assert guessing == one + 64 * 4 * config.padded_vocab
     assert slots_that_fit(model, 32, 10 * guessing - 1, lookup=64) == 9

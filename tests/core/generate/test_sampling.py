@@ -87,8 +87,7 @@ def test_likelihood_has_ordered_alternatives():
     assert found.logprob == pytest.approx(expected[2], abs=1e-6)
     assert [token for token, _ in found.alternatives] == [1, 3, 4]
     np.testing.assert_allclose([p for _, p in found.alternatives], expected[[1, 3, 4]], atol=1e-6)
-    assert likelihood(scores, 0, 0).alternatives == []
-    assert len(likelihood(scores, 0, 99).alternatives) == 5
+    assert likelihood(scores, 0, 0).alternatives == [] and len(likelihood(scores, 0, 99).alternatives) == 5
 
 
 def test_invalid_sampling_is_rejected():

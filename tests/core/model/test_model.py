@@ -88,8 +88,7 @@ def test_accumulated_gradients_equal_large_batch():
     tokens, targets = batch(config, 4, 7)
     whole = Pass(model, 4, 7, training=True)
     whole.loss_and_gradients(tokens, targets, 1.0, accumulate=False)
-    large = model.grads.with_flags.copy()
-    half = Pass(model, 2, 7, training=True)
+    large, half = model.grads.with_flags.copy(), Pass(model, 2, 7, training=True)
     for i, rows in enumerate((slice(0, 14), slice(14, 28))):
         half.loss_and_gradients(tokens[rows], targets[rows], 0.5, accumulate=i > 0)
     np.testing.assert_allclose(model.grads.with_flags, large, rtol=1e-6, atol=1e-14)
@@ -144,8 +143,7 @@ def test_recompute_keeps_gradients():
 
 def test_ready_gradients_are_final():
     model = build(VARIANTS["modern"], CpuKernels("float32", 1))
-    work = Pass(model, 2, 7, training=True)
-    seen = []
+    work, seen = Pass(model, 2, 7, training=True), []
     noted = lambda n: seen.append((n, model.grads.flat[:n].copy()))  # noqa: E731
     work.loss_and_gradients(*batch(model.config, 2, 7), 1.0, False, noted)
     ends = [n for n, _ in seen]

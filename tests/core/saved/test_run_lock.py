@@ -44,8 +44,7 @@ def test_directory_is_held_while_claimed(run, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     with pytest.raises(ZeroDivisionError), RunDirectory(Path()).lock.claimed(SerialComm()):
         monkeypatch.chdir("/")  # the path was relative
-        assert json.loads(run.lock.path.read_text()) == {"host": HOST, "pid": os.getpid()}
-        assert run.lock.is_held()
+        assert json.loads(run.lock.path.read_text()) == {"host": HOST, "pid": os.getpid()} and run.lock.is_held()
         raise ZeroDivisionError
     with run.lock.claimed(SerialComm()):
         run.lock.claim()  # again in the same process
@@ -96,8 +95,7 @@ def test_second_run_and_forked_child_are_rejected(run):
                 except UsageError:
                     refused += 1
             os._exit(refused)
-        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 3
-        assert first.path.exists()
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 3 and first.path.exists()
     with second.claimed(SerialComm()):
         assert first.is_held()
 
@@ -200,8 +198,7 @@ def test_run_is_running_until_its_process_ends(tmp_path):
             finally:
                 process.send_signal(ending)
                 process.wait()
-        assert listed(tmp_path) == state
-        assert (out / "running.json").exists() is (ending == signal.SIGKILL)
+        assert listed(tmp_path) == state and (out / "running.json").exists() is (ending == signal.SIGKILL)
 
 
 def test_leftovers_of_killed_runs_are_removed(tmp_path):

@@ -76,8 +76,7 @@ def test_runs_are_listed_with_results(runs):
     for words in ("my first", "6/6", "finished", f"{first['val_loss']:.4f}", "tokens/s", "second"):
         assert words in page
     (alone,) = listed(runs / "my first")
-    assert alone["name"] == "my first"
-    assert inside("runs", cwd=runs.parent).stdout == page
+    assert alone["name"] == "my first" and inside("runs", cwd=runs.parent).stdout == page
 
 
 def test_losses_are_also_in_bits_per_byte(runs):
@@ -230,8 +229,7 @@ def test_run_directory_means_best_weights(runs, monkeypatch):
 
 
 def test_run_without_steps_is_replaced(runs, tmp_path):
-    out = tmp_path / "runs" / "tiny-adamw"
-    words = ["train", *SMALL, "--steps", "1"]
+    out, words = tmp_path / "runs" / "tiny-adamw", ["train", *SMALL, "--steps", "1"]
 
     def begun():
         shutil.copytree(runs / "sweep" / "second", out, dirs_exist_ok=True)
@@ -241,8 +239,7 @@ def test_run_without_steps_is_replaced(runs, tmp_path):
 
     for place in ([], ["--out", out]):
         begun()
-        assert inside(*words, *place, cwd=tmp_path).returncode == 0
-        assert RunDirectory(out).finished_at() == 1
+        assert inside(*words, *place, cwd=tmp_path).returncode == 0 and RunDirectory(out).finished_at() == 1
     assert inside(*words, cwd=tmp_path).returncode == 0  # the first run has a step
     assert RunDirectory(tmp_path / "runs" / "tiny-adamw-2").finished_at() == 1
     refused(inside(*words, "--out", out), 2, "add --resume auto")

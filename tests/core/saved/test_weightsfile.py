@@ -68,8 +68,7 @@ def test_weights_round_trip(path, piece):
     tensors, metadata = some_tensors(), {"note": "naïve café ☕", "empty": ""}
     header_sum = write_tensors(path, tensors, metadata)
     header, whole = read_header(path), hashlib.sha256(path.read_bytes()).hexdigest()
-    assert header.metadata[HEADER_SUM] == header_sum
-    assert metadata.items() < header.metadata.items()
+    assert header.metadata[HEADER_SUM] == header_sum and metadata.items() < header.metadata.items()
     assert {name: e.shape for name, e in header.tensors.items()} == {n: a.shape for n, a in tensors.items()}
     strided = {name: np.full((*array.shape, 2), -1.0)[..., 0] for name, array in tensors.items()}
     for loaded, sums in ((blank(tensors), ()), (blank(tensors), (header_sum,)), (strided, ())):
@@ -105,8 +104,7 @@ def test_weights_files_are_deterministic_and_aligned(path, tmp_path):
     for length in range(8):
         write_tensors(path, {"a": np.zeros(3, np.float32), "b": np.zeros(2)}, {"note": "x" * length})
         header = read_header(path)
-        assert header.data_start % 8 == 0
-        assert (header.tensors["b"].start, header.tensors["a"].start) == (0, 16)
+        assert header.data_start % 8 == 0 and (header.tensors["b"].start, header.tensors["a"].start) == (0, 16)
 
 
 def test_tensors_are_not_copied_whole(path):
@@ -142,8 +140,7 @@ def refused(path, destination):
         read_into(path, destination)
     except DataError as error:
         assert str(path) in str(error) and "\n" not in str(error) and len(str(error)) < 600
-        assert str(error).encode()
-        assert same(destination, before)
+        assert str(error).encode() and same(destination, before)
         return True
     return False
 
@@ -152,8 +149,7 @@ SMALLEST = {"n_layer": 1, "n_head": 1, "n_embd": 2, "vocab_size": 3, "seq_len": 
 
 
 def test_corrupt_weights_are_rejected(path):
-    arrays = random_model(path, SMALLEST)
-    intact = path.read_bytes()
+    arrays, intact = random_model(path, SMALLEST), path.read_bytes()
     assert read_description(path).run.model == ModelConfig(**SMALLEST)
     for place in range(0, len(intact), 3):
         path.write_bytes(intact[:place] + bytes([intact[place] ^ 1 << place % 8]) + intact[place + 1 :])
@@ -240,8 +236,7 @@ def test_pickles_get_a_hint(path, tmp_path):
             read_header(file)
     for length in (0x80, int.from_bytes(b"PK", "little")):
         raw_file(path, json.dumps({"x": entry()}).encode().ljust(length), bytes(8))
-        assert path.read_bytes().startswith((b"\x80", b"PK"))
-        assert read_header(path).tensors["x"].shape == (2,)
+        assert path.read_bytes().startswith((b"\x80", b"PK")) and read_header(path).tensors["x"].shape == (2,)
 
 
 def test_misfits_are_listed_before_reading(path):
@@ -262,8 +257,7 @@ def test_info_describes_trained_model(trained, tmp_path):
     assert found["bytes"] == path.stat().st_size
     assert "word, " in found["tokenizer"] and "2 layers, 2 heads, width 16" in page(found)
     weights = trained / "weights.safetensors"
-    assert inspect(trained) == {"file": str(weights), **inspect(weights)}
-    assert str(weights) in page(inspect(trained))
+    assert inspect(trained) == {"file": str(weights), **inspect(weights)} and str(weights) in page(inspect(trained))
 
 
 def test_info_describes_imported_model(exported):

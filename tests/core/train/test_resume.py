@@ -45,8 +45,7 @@ def half(finished, tmp_path):
 
 
 def history(run):
-    events = logged(run, "history")
-    return [event for event in events if "bits" not in event]
+    return [event for event in logged(run, "history") if "bits" not in event]
 
 
 def weights(run, name="weights"):
@@ -157,8 +156,7 @@ def test_run_without_checkpoints_restarts(half, tmp_path):
             shutil.copy(half / file, out)
         (out / "history.jsonl").write_text(written)
         result = train(*([] if kept else LONG), "--out", out, "--resume", "auto", "--steps", "3", "--threads", "1")
-        assert list(metrics(out)) == [1, 2, 3]
-        assert bool(kept) == ("steps 8 → 3" in result.stdout)
+        assert list(metrics(out)) == [1, 2, 3] and bool(kept) == ("steps 8 → 3" in result.stdout)
         assert len(history(out)) == (2 if name == "resumed" else 1)
 
 
@@ -292,8 +290,7 @@ def test_pretrained_weights_ignore_preset_learning_rate(finished, tmp_path):
     words = [*TINY_BATCHES, "--preset", "gpt2", "--init", finished, "--out", tmp_path / "further"]
     assert "is trained further, with a peak learning rate of 5e-05 (--lr)" in train(*words).stdout
     t = RunDirectory(tmp_path / "further").saved().train
-    assert (t.lr, t.min_lr) == (5e-5, 0.0)
-    assert "all 2 steps are done" in train(*words, "--resume", "auto").stdout
+    assert (t.lr, t.min_lr) == (5e-5, 0.0) and "all 2 steps are done" in train(*words, "--resume", "auto").stdout
     assert RunDirectory(tmp_path / "further").saved().train == t
     train(*words[:-1], tmp_path / "other", "--lr", "1e-3", "--set", "min_lr=1e-4")
     assert RunDirectory(tmp_path / "other").saved().train.lr == 1e-3
@@ -343,8 +340,7 @@ def test_finished_timed_run_suggests_more_time(tmp_path):
     more = asked_for_more(run, "--within", "1s")
     assert more[-2:] == ["--within", "2s"] and asked_for_more(run, "--steps", "9999999") == more
     train(*more)
-    assert summary(run)["step"] > steps
-    assert asked_for_more(run)[-2:] == ["--within", "4s"]
+    assert summary(run)["step"] > steps and asked_for_more(run)[-2:] == ["--within", "4s"]
 
 
 @pytest.mark.parametrize(

@@ -97,8 +97,7 @@ def test_callbacks_do_not_change_results(tmp_path):
         assert bool(run.callbacks) is (name != "plain")
     assert found[0] == found[1] == found[2]
     assert own.calls == ["entered", *losses(out), "left"] and [line["settled"] for line in metrics] == [2, 3, 4, 5]
-    lines = logged(tmp_path / "turned")
-    assert [line["settled"] for line in lines if "loss" in line] == [2, 3, 4, 5]
+    assert [line["settled"] for line in logged(tmp_path / "turned") if "loss" in line] == [2, 3, 4, 5]
     step, batches = open_steps(run.config, open_stage("serial", 1), lambda text: None)
     assert [step.launch(number, batches).wait().loss for number in range(SIZE["steps"])] == losses(out)
 
@@ -130,8 +129,7 @@ def test_step_flag_of_one_rank_counts_once():
     def heard(comm):
         step, batches = steps_of(comm, is_async=True)
         mine = [0.0] * (FLAG_COUNT - 2) + [0.25 if comm.rank == 0 else 0.0]
-        results = [step.launch(number, batches, lambda: mine) for number in range(4)]
-        return results[-1].wait().flags[-1]
+        return [step.launch(number, batches, lambda: mine) for number in range(4)][-1].wait().flags[-1]
 
     assert on_all_ranks(2, heard) == [0.25, 0.25]
 
@@ -190,8 +188,7 @@ def test_run_with_corrupt_weights_leaves_nothing(tmp_path):
 
 
 def test_micro_batches_are_kept_for_equal_ranks():
-    before = preset("tiny", SIZE)
-    state = State(3, ranks=2, micro_batches=4)
+    before, state = preset("tiny", SIZE), State(3, ranks=2, micro_batches=4)
     assert micro_batches_so_far(state, before, 2) == 4
     assert micro_batches_so_far(state, before, 1) == 0  # other ranks
     fixed = preset("tiny", SIZE, {"reproducible_parts": 4})  # no longer fixed

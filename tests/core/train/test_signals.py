@@ -66,8 +66,7 @@ def test_run_that_a_signal_ends_resumes_identically(moment, number, finished, tm
     word = "interrupted" if number == signal.SIGINT else f"ended by {number.name}"
     way = f"step {step} is saved; resume with --out {out} --resume auto"
     assert (ended.returncode, ended.stderr) == (EXIT_CODES[number], f"distgpt: {word}; {way}\n")
-    assert max(metrics(out)) == newest_step(out / "checkpoints") == step
-    assert summary(out)["stop"] == "interrupted"
+    assert max(metrics(out)) == newest_step(out / "checkpoints") == step and summary(out)["stop"] == "interrupted"
     assert inside("train", "--resume", out, "--threads", "1").returncode == 0
     assert losses(out) == losses(finished) and validations(out) == validations(finished)
     for name in ("weights", "best"):
@@ -101,8 +100,7 @@ def test_last_evaluation_can_be_done_later(every, finished, tmp_path, monkeypatc
     assert ended.returncode == 75 and "step 8 is saved" in ended.stderr
     for _ in range(2):
         assert inside("train", "--resume", out, "--threads", "1").returncode == 0
-        assert validations(out) == (expected if every else {8: expected[8]})
-        assert (out / "best.safetensors").exists()
+        assert validations(out) == (expected if every else {8: expected[8]}) and (out / "best.safetensors").exists()
 
 
 @pytest.mark.ranks

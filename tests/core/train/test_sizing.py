@@ -132,16 +132,14 @@ def test_micro_batches_are_few_and_fit(monkeypatch):
         t = fitting(run, kernels, int(free / (1 - FRACTION)) + 1, ranks=ranks)
         return t.grad_accum, t.recompute
 
-    assert found(1 << 40) == (1, "mlp")
-    assert found(size[3]) == (3, "mlp")
+    assert found(1 << 40) == (1, "mlp") and found(size[3]) == (3, "mlp")
     assert found(size[48]) == (48, "mlp")  # rather than computing again: fewer sequences
     assert found(1 << 40, chosen[3]) == (3, "mlp")  # set explicitly
     with pytest.raises(UsageError, match="activations of 1 sequence of"):
         found(size[48] // 2)
     assert fitting(auto, kernels, 1 << 40, preferred=48).grad_accum == 48  # the earlier value
     monkeypatch.setattr("distgpt.core.train.memory.TOKENS", 32 * 16)
-    assert found(1 << 40) == (3, "mlp")
-    assert found(1 << 40, ranks=2) == (2, "mlp")
+    assert found(1 << 40) == (3, "mlp") and found(1 << 40, ranks=2) == (2, "mlp")
     odd = with_train(auto, batch_size=67)
     assert found(1 << 40, odd) == (1, "mlp")  # rather one too large than 67 of one sequence
 

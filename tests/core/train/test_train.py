@@ -33,8 +33,7 @@ def test_saved_config_and_tokenizer_are_reusable(trained, tmp_path):
     again = ["--config", trained / "config.toml", "--out", tmp_path / "again", "--threads", "1"]
     assert inside("train", *again).returncode == 0
     one, other = ((run / "weights.safetensors").read_bytes() for run in (trained, tmp_path / "again"))
-    assert one == other
-    assert losses(tmp_path / "again") == losses(trained)
+    assert one == other and losses(tmp_path / "again") == losses(trained)
     (text := tmp_path / "text.txt").write_text("the fox and the lamp by the sea. " * 9)
     saved = trained / "tokenizer.json"
     other = ["--data", text, "--tokenizer", saved, "--steps", "1", "--out", tmp_path / "other"]
@@ -46,8 +45,7 @@ def test_metrics_have_every_step(trained):
     steps = metrics(trained)
     assert list(steps) == list(range(1, 31))
     for step, line in steps.items():
-        assert line["tokens"] == step * 8 * 16
-        assert line["tokens_per_s"] * line["step_s"] == pytest.approx(8 * 16)
+        assert line["tokens"] == step * 8 * 16 and line["tokens_per_s"] * line["step_s"] == pytest.approx(8 * 16)
         assert all(math.isfinite(line[key]) for key in ("loss", "lr", "grad_norm"))
     assert steps[1]["lr"] == pytest.approx(5e-3) and steps[3]["lr"] == pytest.approx(1e-2)
     assert steps[30]["loss"] < steps[1]["loss"] - 0.5
@@ -73,8 +71,7 @@ def test_diverging_run_saves_nothing(tmp_path):
     for steps, lr, words in (("5", "1e30", "not finite at step 2"), ("1", "1e38", "weights")):
         args = ["--steps", steps, "--lr", lr, "--warmup", "0", "--clip", "0", "--out", tmp_path / steps]
         result = inside("train", *SMALL, *args)
-        assert result.returncode == 76
-        assert words in result.stderr and "Traceback" not in result.stderr
+        assert result.returncode == 76 and words in result.stderr and "Traceback" not in result.stderr
         assert not (tmp_path / steps / "weights.safetensors").exists(), words
         assert not (tmp_path / steps / "checkpoints").exists(), words
 
