@@ -121,7 +121,7 @@ def test_corrupt_quantized_files_are_rejected(files, tmp_path):
         load_model(damaged, Int8Kernels(1), COMM)
     known = description(model).to_metadata()
     for metadata, problem in (
-        (known | {"format_version": "3"}, "an unsupported quantization"),
+        (known | {"format_version": "3"}, "an unsupported quantization; this distgpt reads int8, .* and int4, "),
         (known | {"format_version": "3", "quantised": "int8, blocks of 64"}, "missing: "),
     ):
         write_tensors(damaged, dict(model.params), metadata)

@@ -110,7 +110,7 @@ def test_adapter_of_another_model_is_rejected(base, run, tmp_path):
     done("train", *SMALL, "--steps", "1", "--n-layer", "1", "--out", wider)
     ask = ["infer", "--prompt", "a", "--adapter", run, "--weights"]
     for changed in (other, wider):
-        refused(inside(*ask, changed), 65, "another model")
+        refused(inside(*ask, changed), 65, "was trained for")
     moved = tmp_path / "moved.safetensors"
     shutil.move(base, moved)
     try:
@@ -120,7 +120,7 @@ def test_adapter_of_another_model_is_rejected(base, run, tmp_path):
         done("train", "--resume", tmp_path / "run", "--init", moved, "--steps", "44")
         assert done("infer", "--prompt", "a", "--weights", moved, "--adapter", run, "--max-new-tokens", "2")
         shutil.copy(other / "weights.safetensors", base)
-        refused(inside("train", "--resume", run, "--steps", "50"), 65, "another model")
+        refused(inside("train", "--resume", run, "--steps", "50"), 65, "was trained for")
     finally:
         shutil.move(moved, base)
 

@@ -10,7 +10,7 @@ import sys
 import numpy as np
 import pytest
 from complaints import done
-from distgpt.core.base.errors import UsageError, command_line
+from distgpt.core.base.errors import StorageError, UsageError, command_line
 from distgpt.core.base.system import PACKAGE, python
 from distgpt.core.comm.api import SerialComm
 from distgpt.core.data.textfile import read_text, resolve_data
@@ -206,6 +206,18 @@ def test_corrupt_run_leaves_the_others(runs, file, content):
 @pytest.mark.parametrize("seconds", [2.0**63, 2.0**60, 1e300, -1e300])
 def test_invalid_file_time_is_omitted(seconds):
     assert "begun" in render_terminal([Listed("a", "a", when=seconds)])
+
+
+def test_metrics_that_are_not_finite_are_null(tmp_path):
+    RunDirectory(tmp_path).record({"step": 1, "loss": math.nan, "grad_norm": math.inf, "lr": 0.5})
+    (line,) = (tmp_path / "metrics.jsonl").read_text().splitlines()
+    assert line == '{"step": 1, "loss": null, "grad_norm": null, "lr": 0.5}'
+
+
+def test_missing_weights_suggest_nearest_path(tmp_path):
+    (tmp_path / "run.safetensors").touch()
+    with pytest.raises(StorageError, match=r"No such file or directory; did you mean .*run\.safetensors"):
+        find_weights(tmp_path / "rum.safetensors")
 
 
 def test_run_directory_means_best_weights(runs, monkeypatch):
