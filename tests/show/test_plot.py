@@ -196,6 +196,7 @@ def test_smoothing_keeps_lines_and_skips_nan():
     straight = Curve(steps, 3.0 * steps)
     assert np.allclose(straight.smoothed(5)[:18], straight.values[:18])
     assert np.array_equal(straight.smoothed(1), straight.values)
+    assert np.allclose(Curve(steps, np.where(steps == 7, 5.0, 0.0)).smoothed(5)[4:11], [0, 1, 1, 1, 1, 1, 0])
     holes = Curve(steps, np.where(steps == 7, np.nan, 2.0))
     assert np.allclose(holes.smoothed(5), 2.0) and np.isnan(holes.smoothed(1)[7])
     assert np.allclose(Curve(steps, np.where(steps == 7, 1e9, 2.0)).smoothed(5, np.median), 2.0)
