@@ -96,13 +96,17 @@ def test_stall_is_reported_once_and_ends_nothing(quick, monkeypatch):
     monkeypatch.setattr(watchdog, "time", SimpleNamespace(monotonic=lambda: begun + later[0]))
 
     def act(comm):
-        with Watchdog(comm, Activity(), Limits(stall_timeout=0.01), float, said.append, left.append):
+        place = Activity()
+        with Watchdog(comm, place, Limits(stall_timeout=0.01), float, said.append, left.append):
             for moment, reports in ((0.0, 0), (0.19, 0), (0.21, 1), (60.0, 1)):  # 4 missing reports
                 later[0] = moment
                 time.sleep(0.2)
                 comm.barrier()
                 assert len(said) == reports and not left
                 comm.barrier()
+            place.enter(COMPUTING)
+            wait_for(lambda: len(said) == 2)  # it continues
+            comm.barrier()
 
     assert on_all_ranks(2, act) == [None] * 2
 

@@ -67,18 +67,23 @@ class ThreadComm(SerialComm):
 
 
 def on_all_ranks(size, act, per_node=None, patience=20):
-    """Return the result or error of act(comm) on each rank."""
-    meeting, shared, results = threading.Barrier(size, timeout=patience), {}, [None] * size
+    """Return the result or error of act(comm) on each rank. Other exceptions, such as a failed assert, are raised."""
+    meeting, shared, results, failures = threading.Barrier(size, timeout=patience), {}, [None] * size, []
 
     def run(rank):
         try:
             results[rank] = act(ThreadComm(rank, size, meeting, shared, per_node))
         except (DistgptError, threading.BrokenBarrierError) as error:
             results[rank] = error
+        except BaseException as error:
+            failures.append(error)
+            meeting.abort()  # the other ranks would wait for this one
 
     threads = [threading.Thread(target=run, args=(rank,)) for rank in range(size)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
+    for error in failures:
+        raise error
     return results
