@@ -11,7 +11,6 @@ import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from shutil import get_terminal_size
 from typing import Any
 
 from distgpt.cluster.jobs.launchers import Launcher, find_launcher
@@ -39,7 +38,7 @@ from distgpt.measure.doctor.facts import Facts, anonymised, environment
 from distgpt.measure.doctor.report import examine, sentence
 from distgpt.measure.jobs import ask, read_losses, say, train
 from distgpt.recipes.derived import derived
-from distgpt.show.page import WIDEST, Block, Column, Table, tabulated, terminal
+from distgpt.show.page import Block, Column, Table, fitting, tabulated, terminal
 
 FORMAT = "distgpt-comparison"
 
@@ -454,9 +453,9 @@ def _table(comparison: Comparison) -> Table:
         row["loss"] = _number(stage.losses[-1], ".4f") if stage.losses else None
         row["differs"] = _number(result[stage.stage].largest, ".2e") if stage.stage in result else None
         rows.append(row)
-    is_wide = get_terminal_size((WIDEST, 24)).columns >= WIDEST
-    columns = [column for column in COLUMNS if is_wide or column[1] not in SPARE]
-    return tabulated(columns, rows, "Measured here", NOTE + WIDE_NOTE * is_wide, "–")
+    columns = fitting(COLUMNS, SPARE)
+    note = NOTE + WIDE_NOTE * (len(columns) == len(COLUMNS))
+    return tabulated(columns, rows, "Measured here", note, "–")
 
 
 def _number(value: float | None, digits: str) -> str:

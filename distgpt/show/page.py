@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from io import StringIO
 from shutil import get_terminal_size
@@ -70,6 +70,11 @@ def terminal(blocks: Iterable[Block]) -> str:
 
 def _width() -> int:
     return max(20, min(WIDEST, get_terminal_size((WIDEST, 24)).columns))
+
+
+def fitting(columns: Sequence[Column], spare: Collection[str]) -> list[Column]:
+    """Return the columns, on a narrow terminal without those whose key is in `spare`."""
+    return [column for column in columns if _width() == WIDEST or column[1] not in spare]
 
 
 def prose_columns(rows: Sequence[Sequence[str]]) -> set[int]:

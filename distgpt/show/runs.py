@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from operator import attrgetter
 from pathlib import Path
-from shutil import get_terminal_size
 from statistics import median
 from typing import Any, TypeGuard
 
@@ -18,12 +17,11 @@ from distgpt.core.base.errors import DistgptError, UsageError, command_line, esc
 from distgpt.core.base.files import read_small, storage_errors
 from distgpt.core.base.formatting import clock, count
 from distgpt.core.saved.rundir import Metrics, RunDirectory, parse_metrics, whole_lines
-from distgpt.show.page import Column, tabulated, terminal_table
+from distgpt.show.page import Column, fitting, tabulated, terminal_table
 
 DEEPEST = 3  # levels below the listed directory
 TAIL = 50  # lines of metrics used to measure a run's speed
-WIDE = 100  # terminal columns; narrower tables omit the columns of SPARE
-SPARE = ("train_bits_per_byte", "bits_per_byte", "tokens_per_s", "when")
+SPARE = ("train_bits_per_byte", "bits_per_byte", "tokens_per_s", "when")  # omitted on a narrow terminal
 STOPS = ("finished", "ended early", "interrupted", "not finite", "outlier", "failed")
 
 
@@ -77,9 +75,8 @@ def list_runs(top: Path, key: str, reverse: bool) -> list[Listed]:
 
 def render_terminal(runs: list[Listed]) -> str:
     """Format runs as a table with one row per sweep, and errors below it."""
-    room = get_terminal_size((WIDE, 24)).columns
     shown = [asdict(run) | {"steps": shown_steps(run), "time": _time(run)} for run in _with_sweeps(runs)]
-    table = tabulated([column for column in COLUMNS if room >= WIDE or column[1] not in SPARE], shown)
+    table = tabulated(fitting(COLUMNS, SPARE), shown)
     wrong = [escape(f"{run.name}: {run.error}") for run in runs if run.error]
     return "\n".join([terminal_table(table.columns, table.rows), *wrong])
 
