@@ -21,7 +21,7 @@ from distgpt.core.base.formatting import parse_duration, parse_size
 from distgpt.core.components import extra_settings
 from distgpt.core.config import DEEPEST, ON_GPU, STAGES, GpuConfig, Setting, settings_of
 from distgpt.core.config.presets import DEFAULT_PRESET, PRESETS
-from distgpt.core.config.run_request import RunRequest, asked_for
+from distgpt.core.config.run_request import FAMILIES, RunRequest, asked_for
 from distgpt.core.config.setting import Value, Values
 from distgpt.core.data.textfile import BUNDLED_TEXTS
 
@@ -211,6 +211,14 @@ sizing_options = together(
         first=True,
         type=click.IntRange(1, DEEPEST),
         help="Number of layers; other settings follow from it and from the text.",
+    ),
+    option(
+        "--family",
+        group="model",
+        first=True,
+        type=click.Choice(FAMILIES),
+        help="Train an architecture that transformers and llama.cpp can load, with --within, --depth, or the"
+        " preset fast, sprint or tiny.",
     ),
     option(
         "--within",

@@ -249,6 +249,7 @@ def _refuse_early(request: RunRequest) -> None:
         request.decay_from,
         request.within,
         request.depth,
+        request.family,
         request.settings().get("init"),
     )
     if not any(derived):  # otherwise the model is not known yet

@@ -33,6 +33,10 @@ def derived(request: RunRequest, ranks: int, say: Say = lambda text: None) -> Ru
         request = with_depth(request, ranks)
     elif request.given.get("chats"):
         request = _tuned(request, ranks)
+    if request.family is not None:
+        from distgpt.recipes.family import with_family
+
+        request = with_family(request)
     if request.deterministic:  # last, since its parts divide the batch
         request = _with_parts(request)
     if has_depth and begins_anew(request):

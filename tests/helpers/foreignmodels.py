@@ -39,6 +39,14 @@ SHAPES = {
     "llama, odd": shape(259, 9, 1, 5, 10, mlp_width=7, tied=False, norm_eps=1e-3, **MODERN),
 }
 SMALL = SHAPES["odd"]
+# The architectures of --family, whose norms without gain become tensors of ones, and whose embedding is stored
+# after its norm.
+NO_GAIN = {"norm_gain": False, "bias": False, "tied": False}
+OF_RECIPES = {
+    "qwen3": shape(77, 13, 2, 2, 32, embed_norm=True, qk_norm=True, mlp_width=96, **{**MODERN, **NO_GAIN}),
+    "llama": shape(77, 13, 2, 2, 32, embed_norm=True, mlp_width=96, **{**MODERN, **NO_GAIN}),
+    "gpt2": shape(77, 13, 2, 2, 32, **NO_GAIN),
+}
 
 
 def random_model(path, shape, tokenizer="byte", dtype=np.float32):

@@ -5,26 +5,39 @@ import warnings
 from dataclasses import replace
 from pathlib import Path
 
+import distgpt
 import foreignmodels
 import numpy as np
 import pytest
 from chattemplates import ENDS
 from complaints import complains, done
 from distgpt.core.base.errors import StorageError, UsageError
+from distgpt.core.config import ModelConfig
 from distgpt.core.config.presets import preset
 from distgpt.core.data.tokenizers import fingerprint, load_tokenizer
 from distgpt.core.saved.modelfile import read_description
 from distgpt.core.saved.tensors import read_header, write_tensors
 from distgpt.corpora.tokenizers.bpe import GPT2_FINGERPRINT
 from distgpt.corpora.tokenizers.third_party import from_document
-from distgpt.models.formats.families import EXPORTABLE, FAMILIES, Settings, family_for, recognised
+from distgpt.models.formats.families import Settings, family_for, recognised
 from distgpt.models.formats.gguf.container import read_container
 from distgpt.models.formats.gguf.transfer import export_gguf, family_in_gguf, import_gguf
 from distgpt.models.formats.huggingface import export_model, import_model
 from distgpt.models.quantized.rounded import quantize
 from families import FAMILIES as TOKENIZERS
 from families import write_family
-from foreignmodels import MODERN, SHAPES, SMALL, change_json, exported_model, random_model, rewritten, shape, tensors_in
+from foreignmodels import (
+    MODERN,
+    OF_RECIPES,
+    SHAPES,
+    SMALL,
+    change_json,
+    exported_model,
+    random_model,
+    rewritten,
+    shape,
+    tensors_in,
+)
 from gguffiles import LLAMA, of_sentencepiece, tokenizer_like, with_tokenizer
 from tokenizing import GPT2, STORY, TEXT, needs_gpt2, small
 
@@ -281,10 +294,8 @@ UNHELD = [
         ({"positions": "none"}, "GPT-2", "positions=none"),
         (_MODERN | {"bias": True}, "Llama", "bias=True"),
         (_MODERN | {"mlp": "relu"}, "Llama", "mlp=relu"),
-        ({"norm_gain": False}, "GPT-2", "norm_gain=False"),
         ({"embed_norm": True}, "GPT-2", "embed_norm"),
         ({"n_kv_head": 1}, "GPT-2", "n_kv_head"),
-        (_MODERN | {"qk_norm": True}, "qk_norm"),
         (foreignmodels.QWEN3 | {"n_embd": 12, "qkv_bias": True}, "Qwen 3", "qkv_bias=True"),
         ({"head_dim": 4}, "GPT-2", "head_dim"),
         ({"bias": False, "qkv_bias": True}, "GPT-2", "qkv_bias=True"),
@@ -382,9 +393,24 @@ def test_killed_export_leaves_no_directory(tmp_path):
     assert not found[0].exists()
 
 
-def test_export_error_names_exportable_presets():
-    for name in EXPORTABLE:
-        assert family_in_gguf(preset(name).model, name) in FAMILIES
+def test_export_error_names_families():
     for family in (family_for, family_in_gguf):
-        with complains(f"--preset {' or '.join(EXPORTABLE)}", kind=UsageError):
-            family(preset("tiny").model, "tiny")
+        with complains("--family qwen3 or llama or gpt2. The closest one, Qwen 3, has no", kind=UsageError):
+            family(preset("fast").model, "fast")
+    for other in ({"tied": True}, {"norm_gain": True}, {"norm": "layernorm"}):
+        with complains("embed_norm", kind=UsageError):
+            family_for(ModelConfig(**{**OF_RECIPES["llama"], **other}), "mine")
+
+
+@pytest.mark.parametrize("form", EXPORT)
+@pytest.mark.parametrize("name", OF_RECIPES)
+def test_architectures_of_recipes_are_exported(form, name, tmp_path):
+    ours = tmp_path / "ours.safetensors"
+    random_model(ours, OF_RECIPES[name])
+    EXPORT[form](ours, tmp_path / "theirs", "float32")
+    back = brought_in(tmp_path / "theirs")
+    tokens = np.random.default_rng(3).integers(0, 77, (2, 13))
+    expected = distgpt.load(ours).logits(tokens)
+    assert expected.std() > 0.2
+    np.testing.assert_allclose(distgpt.load(back).logits(tokens), expected, atol=2e-5)
+    assert family_for(read_description(back).run.model, back).model_type == name

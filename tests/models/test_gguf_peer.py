@@ -11,7 +11,8 @@ from distgpt.core.data.tokenizers import load_tokenizer
 from distgpt.corpora.chats.format import encode_parts
 from distgpt.models.formats.gguf.container import NUMBERS, TYPES, quantised, restored
 from distgpt.models.formats.gguf.transfer import export_gguf, import_gguf
-from foreignmodels import MODERN, SHAPES, random_model, shape
+from foreignmodels import MODERN, OF_RECIPES, random_model, shape
+from foreignmodels import SHAPES as PLAIN
 from gguffiles import tokenizer_like, with_tokenizer
 from peers import peer_with
 from tokenizing import TEXT, small
@@ -20,6 +21,7 @@ from conftest import TESTS
 
 ORACLE = TESTS / "oracles" / "llama_cpp_models.py"
 PEER, pytestmark = peer_with("DISTGPT_LLAMA_PYTHON", "llama_cpp", "gguf")
+SHAPES = {**PLAIN, **{f"{name} of a recipe": shape for name, shape in OF_RECIPES.items()}}
 LACKING = ("relu", "one layer, heads of one")
 HELD = [name for name in SHAPES if name not in LACKING and "window" not in SHAPES[name]]
 SAMPLE = bundled("weights", "sample.safetensors")

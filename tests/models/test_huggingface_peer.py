@@ -15,7 +15,7 @@ from distgpt.core.cpu.kernels import CpuKernels
 from distgpt.core.model.passes import Pass
 from distgpt.core.saved.modelfile import load_model
 from distgpt.models.formats.huggingface import Foreign, export_model, import_model
-from foreignmodels import SHAPES, exported_model, random_model
+from foreignmodels import OF_RECIPES, SHAPES, exported_model, random_model
 from peers import peer_with
 from tokenizing import GPT2, gpt2, needs_gpt2
 
@@ -94,7 +94,7 @@ def some_tokens(path, vocab_size, length):
 
 def test_exports_match_in_transformers(tmp_path):
     jobs = []
-    for name, shape in SHAPES.items():
+    for name, shape in {**SHAPES, **OF_RECIPES}.items():
         random_model(tmp_path / f"{name}.safetensors", shape)
         export_model(tmp_path / f"{name}.safetensors", tmp_path / name, "float32")
         tokens = some_tokens(tmp_path / f"{name}.npy", shape["vocab_size"], shape["seq_len"])

@@ -25,7 +25,9 @@ PRETRAINED: dict[str, float] = {
 }
 ADAPTED_LR = 2e-3  # the maximum for LoRA
 
-RECIPES = ("decay_from", "within", "depth", "deterministic")  # options of recipes, which are not settings
+# Options of recipes, which are not settings.
+RECIPES = ("decay_from", "within", "depth", "family", "deterministic")
+FAMILIES = ("qwen3", "llama", "gpt2")  # choices of --family
 
 Value = bool | int | float | str
 
@@ -48,6 +50,7 @@ class RunRequest:
     decay_from: str | None = None
     within: str | None = None
     depth: int | None = None
+    family: str | None = None
     tokens: float = 0.0  # training tokens with `depth`; 0: as many as the depth requires
     deterministic: bool = False  # requires CPUs
 

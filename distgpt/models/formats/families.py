@@ -10,6 +10,8 @@ from typing import Any, Literal, TypeVar
 from distgpt.core.base.checked import checked
 from distgpt.core.base.errors import DataError, UsageError
 from distgpt.core.config import ModelConfig
+from distgpt.core.config.run_request import FAMILIES as FAMILY_CHOICES
+from distgpt.core.ops.api import QK_SCALE
 
 HEAD = "lm_head.weight"  # the same name in every family, without a prefix
 # Types and factors of RoPE scaling, by their names in transformers and in distgpt.
@@ -28,7 +30,7 @@ T = TypeVar("T")
 class TensorMapping:
     """One tensor of transformers: rows of ours from `first` on, or the whole tensor if transposed.
 
-    If `ours` is empty, our model has no such tensor, and theirs must be zeros.
+    If `ours` is empty, our model has no such tensor, and theirs is filled with `fill`.
     """
 
     theirs: str
@@ -36,6 +38,8 @@ class TensorMapping:
     ours: str
     first: int = 0
     transposed: bool = False  # theirs is (in, out), ours (out, in)
+    fill: float = 0.0
+    norm_eps: float | None = None  # epsilon of our embedding's RMS norm, which theirs lacks; None: no norm
 
     @property
     def our_shape(self) -> tuple[int, ...]:
@@ -142,7 +146,8 @@ class Family:
 
     def mappings(self, config: ModelConfig) -> list[TensorMapping]:
         """Return all tensors except the output layer."""
-        return (_gpt2_tensors if self.is_gpt2 else _llama_tensors)(config)
+        result = (_gpt2_tensors if self.is_gpt2 else _llama_tensors)(config)
+        return [_with_gain(each, config) for each in result]
 
     def all_mappings(self, config: ModelConfig) -> list[TensorMapping]:
         """Return all tensors, including the output layer unless it is tied."""
@@ -156,13 +161,13 @@ class Family:
         """Return the settings that this family does not support."""
         values = {setting: getattr(config, setting) for setting in self.parts}
         values["qkv_bias"] = config.qkv_bias and not config.bias
+        values["qk_norm_gain"] = config.qk_norm  # a norm without gain has a gain of 1 there
         result = [
             f"{setting}={value}" for setting, value in values.items() if value not in self.parts[setting]
         ]
         some_windows = any(config.windows) and not all(config.windows)
         never = {
-            "norm_gain=False": not config.norm_gain,
-            "embed_norm": config.embed_norm,
+            "embed_norm": config.embed_norm and not _folds_embed_norm(config),
             "value_embeddings": config.value_embeddings,
             "window": any(config.windows) and self.windows == "none",
             "full_every": some_windows and self.windows == "all",
@@ -264,7 +269,6 @@ QWEN3 = replace(  # queries and keys are normalized per head
     absent={"attention_bias": False},
 )
 FAMILIES = (GPT2, LLAMA, MISTRAL, QWEN2, QWEN3)
-EXPORTABLE = ("tiny-adamw", "gpt2")  # presets with these shapes
 ACTIVATIONS = {"gelu_new": "gelu", "gelu_pytorch_tanh": "gelu", "relu": "relu"}
 
 
@@ -396,6 +400,7 @@ def _llama_tensors(config: ModelConfig) -> list[TensorMapping]:
     C, H, size = config.n_embd, config.hidden, config.head_size
     Q, KV = config.attention_width, config.kv_heads * size
     places = (("q", Q, 0), ("k", KV, Q), ("v", KV, Q + KV))
+    eps = config.norm_eps if config.embed_norm else None
     tensors: list[tuple[str, tuple[int, ...], str, int]] = [
         ("input_layernorm.weight", (C,), "norm1.w", 0),
         ("post_attention_layernorm.weight", (C,), "norm2.w", 0),
@@ -407,18 +412,33 @@ def _llama_tensors(config: ModelConfig) -> list[TensorMapping]:
     ]
     if config.qkv_bias:
         tensors += [(f"self_attn.{x}_proj.bias", (rows,), "attn.qkv.b", first) for x, rows, first in places]
-    if config.qk_norm_gain:
+    if config.qk_norm:
         tensors += [
             (f"self_attn.{x}_norm.weight", (size,), "qk_norm.w", i * size) for i, x in enumerate("qk")
         ]
     mappings = [
-        TensorMapping("embed_tokens.weight", (config.vocab_size, C), "wte"),
+        TensorMapping("embed_tokens.weight", (config.vocab_size, C), "wte", norm_eps=eps),
         TensorMapping("norm.weight", (C,), "final_norm.w"),
     ]
     for i in range(config.n_layer):
         for theirs, shape, ours, first in tensors:
             mappings.append(TensorMapping(f"layers.{i}.{theirs}", shape, f"blocks.{i}.{ours}", first))
     return mappings
+
+
+def _folds_embed_norm(config: ModelConfig) -> bool:
+    """Return whether the embedding can be stored after its norm, which then depends only on the token."""
+    is_plain = config.norm == "rmsnorm" and not config.norm_gain
+    return is_plain and not config.tied and not config.has_position_vectors
+
+
+def _with_gain(mapping: TensorMapping, config: ModelConfig) -> TensorMapping:
+    """Return the mapping of a tensor. The gain of a norm that has none in our model is constant."""
+    is_gain = mapping.ours.endswith(".w") and len(mapping.shape) == 1
+    is_of_heads = "qk_norm" in mapping.ours
+    if not is_gain or (config.qk_norm_gain if is_of_heads else config.norm_gain):
+        return mapping
+    return replace(mapping, ours="", fill=QK_SCALE if is_of_heads else 1.0)
 
 
 def recognised(settings: Settings) -> tuple[Family, ModelConfig]:
@@ -447,8 +467,8 @@ def family_for(config: ModelConfig, source: object, where: str = "transformers")
     closest = min(FAMILIES, key=lambda family: len(family.lacks(config)))
     if lacking := closest.lacks(config):
         raise UsageError(
-            f"cannot export {source}; train a model that {where} supports, with --preset"
-            f" {' or '.join(EXPORTABLE)}. The closest one, {closest.title}, has no"
+            f"cannot export {source}; train a model that {where} supports, with --family"
+            f" {' or '.join(FAMILY_CHOICES)}. The closest one, {closest.title}, has no"
             f" {', no '.join(lacking)}"
         )
     return closest

@@ -351,10 +351,12 @@ def exportable(path: Path) -> tuple[Path, Description]:
 
 
 def our_rows(path: Path, header: Header, mapping: TensorMapping) -> NDArray[Any]:
-    """Return our rows that correspond to a tensor of theirs; zeros if we have none."""
-    array = np.zeros(mapping.our_shape, "<f4")
+    """Return our rows that correspond to a tensor of theirs."""
+    array = np.full(mapping.our_shape, mapping.fill, "<f4")
     if mapping.ours:
         read_rows(path, header, mapping.ours, array, mapping.first)
+    if mapping.norm_eps is not None:
+        array /= np.sqrt(np.square(array).mean(1, keepdims=True) + mapping.norm_eps)
     refuse_nonfinite(array, mapping.ours, path)
     return array
 

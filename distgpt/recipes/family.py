@@ -1,0 +1,45 @@
+"""--family: the recipe of `fast` with an architecture that transformers and llama.cpp have."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from distgpt.core.base.errors import UsageError, did_you_mean, reject_combination
+from distgpt.core.config.presets import DEFAULT_PRESET, base_preset
+from distgpt.core.config.run_request import RunRequest, resolve
+from distgpt.core.config.setting import Values
+from distgpt.core.train.plan import begins_anew
+
+# Differences from the architecture of `fast`. Its norms without gain and its norm of the embedding can be
+# exported as tensors.
+_LLAMA: Values = {"mlp": "swiglu", "value_embeddings": False, "window": 0}
+FAMILIES: dict[str, Values] = {
+    "qwen3": _LLAMA,
+    "llama": {**_LLAMA, "qk_norm": False},
+    "gpt2": {
+        **_LLAMA,
+        "norm": "layernorm",
+        "mlp": "gelu",
+        "positions": "learned",
+        "embed_norm": False,
+        "qk_norm": False,
+    },
+}
+BLOCK = 32  # elements of a quantized block in GGUF; smaller remainders stay in float32
+
+
+def with_family(request: RunRequest) -> RunRequest:
+    """Return the request with the architecture of its family. A resumed run keeps its architecture."""
+    family, request = str(request.family), replace(request, family=None)
+    if not begins_anew(request):
+        return request
+    if family not in FAMILIES:
+        raise UsageError(f"unknown family {family!r:.80}{did_you_mean(family[:80], FAMILIES)}")
+    init = {"init": request.settings().get("init")}
+    reject_combination("--family", init, "the weights set the architecture")
+    chosen = request.layers()[0] or DEFAULT_PRESET
+    if not base_preset(chosen).get("value_embeddings"):
+        raise UsageError(f"--family is for the presets fast, sprint and tiny; omit --preset {chosen}")
+    request = replace(request, derived={**request.derived, **FAMILIES[family]})
+    width = max(BLOCK, round(resolve(request).model.hidden / BLOCK) * BLOCK)
+    return replace(request, derived={**request.derived, "mlp_width": width})
