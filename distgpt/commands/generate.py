@@ -221,6 +221,7 @@ BENCHMARKS = {
 @together(
     *(click.option(f"--{name.replace('_', '-')}", type=PATH, help=of) for name, of in BENCHMARKS.items())
 )
+@click.option("--core", type=PATH, help="Directory of the CORE score's files, with core.yaml.")
 @click.option("--chats", is_flag=True, help="Read --val as chats, like tune, and evaluate only the answers.")
 @click.option("--val-tokens", type=click.IntRange(0), default=0, help="Tokens of --val to use; 0: all.")
 @click.option(
@@ -237,7 +238,7 @@ def eval(stage: str, threads: int | None, gpu: GpuConfig, as_json: bool, **optio
     from distgpt.show.display import ItemProgress
 
     benchmarks = {name: path for name in BENCHMARKS if (path := options.pop(name)) is not None}
-    if options["val"] is None and not benchmarks:
+    if options["val"] is None and options["core"] is None and not benchmarks:
         raise UsageError("nothing to evaluate; pass --val, or a benchmark such as --hellaswag")
     ready = open_stage(stage, threads, gpu)
     result = evaluate(ready, benchmarks=benchmarks, **options, progress=ItemProgress("sequences"))

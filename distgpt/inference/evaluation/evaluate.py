@@ -40,11 +40,13 @@ def evaluate(
     chats: bool = False,
     progress: Progress | None = None,
     adapter: Path | None = None,
+    core: Path | None = None,
 ) -> dict[str, Any]:
     """Measure the model in a file; return metrics by name, the same on any number of ranks. Collective.
 
     `val` is anything that --data accepts, or the validation split of shards; `val_tokens` limits it (0: all).
     With `chats`, only answers count. If the model was trained on `val`, only the held-out part is scored.
+    `core` is a directory with the tasks of the CORE score.
     """
     comm = stage.comm
     report_compiling(comm, progress.noted if progress else None)
@@ -64,6 +66,12 @@ def evaluate(
         _refuse_nonfinite(result["loss"])
         keys = (*KEYS, *filter(None, [OTHER_KEYS.get(name)]))
         found |= {f"{name}_{key}": result[key] for key in keys}
+    if core is not None:
+        from distgpt.inference.evaluation.core_score import Core
+
+        result = Core(comm, core, tokenizer, model.config.seq_len).measure(scorer, progress)
+        _refuse_nonfinite(result.pop("loss"))
+        found |= result
     return found
 
 
@@ -134,6 +142,9 @@ def page(found: dict[str, Any]) -> str:
         if f"{name}_perplexity" in found:
             words.append(f"perplexity {_known(found[f'{name}_perplexity'], '.2f', 'beyond 1e304')}")
         lines.append(f"{name:<14} {', '.join(words)} ({examples:,} questions)")
+    if "core" in found:
+        lines.append(f"{'CORE':<14} {found['core']:.4f}, the mean of {len(found['core_tasks'])} tasks")
+        lines += [f"  {label:<40} {accuracy:.2%}" for label, accuracy in found["core_tasks"].items()]
     return "\n".join(map(one_line, lines))
 
 
