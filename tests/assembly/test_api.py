@@ -20,7 +20,7 @@ from distgpt.corpora import shards
 from conftest import distgpt as command
 from conftest import inside, logged, needs_mpi, summary
 
-CONFIG = ModelConfig(vocab_size=13, seq_len=7, n_layer=2, n_head=3, n_embd=24, init_std=0.2)
+CONFIG = distgpt.ModelConfig(vocab_size=13, seq_len=7, n_layer=2, n_head=3, n_embd=24, init_std=0.2)
 MODERN = replace(CONFIG, norm="rmsnorm", mlp="swiglu", positions="rope", bias=False, tied=False)
 
 

@@ -29,6 +29,7 @@ def test_short_data_and_long_warmup_are_noted_once(tmp_path):
         assert result.stdout.count("the training text has 10 tokens, fewer than seq_len + 1 =") == few
         assert result.stdout.count("--warmup 4 is longer than the run (3 steps)") == long
         assert result.stdout.count("(40 documents)") == documents
+        assert "is also the training text" not in result.stdout
 
 
 class Four(SerialComm):
