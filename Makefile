@@ -25,7 +25,7 @@ APART := peer or cluster or rehearsal
 .PHONY: train test test-all check prepare-check tests-ci tests-peers tests-openmpi test-cluster rehearse mutations fuzz torture test-amx test-arm64 lint format bench test-gpu bench-gpu sample examples docs test-docs clean
 
 train: .venv/train ## train a small model on two processes and generate text
-	$(BIN)/mpirun -n $(RANKS) $(BIN)/distgpt train --stage mpi --progress $(PROGRESS) $(ARGS)
+	$(BIN)/mpirun -n $(RANKS) $(BIN)/distgpt train --stage mpi --preset tales --progress $(PROGRESS) $(ARGS)
 
 test: .venv/test ## run the quick tests and one smoke test per feature
 	$(BIN)/$(PYTEST) -m "not slow and not ($(APART)) and (smoke or not ci)" $(ARGS)

@@ -11,7 +11,7 @@ from inspect import signature
 from types import FunctionType
 from typing import TYPE_CHECKING
 
-from distgpt.core.base.errors import UsageError, did_you_mean, first_line
+from distgpt.core.base.errors import UsageError, did_you_mean, first_line, reject_combination
 from distgpt.core.components import Components
 
 if TYPE_CHECKING:
@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from distgpt.core.comm.resources import Grants
     from distgpt.core.config import TrainConfig
     from distgpt.core.cpu.stages import MakeKernels, StageKind
+    from distgpt.core.data.batches import Batches
     from distgpt.core.data.loading import TextKind
     from distgpt.core.data.tokenizers import TokenizerKind
     from distgpt.core.generate.slots import SlotKind
@@ -122,6 +123,13 @@ class AllComponents(Components):
             return CHATS
         return super().text(kind)
 
+    def batches(self, t: TrainConfig) -> type[Batches]:
+        if t.input_noise:
+            from distgpt.corpora.noise import NoisyBatches
+
+            return NoisyBatches
+        return super().batches(t)
+
     tokenizers = (*Components.tokenizers, "char", "word", "bpe", "gpt2", "hub", "library")
 
     def tokenizer(self, name: str) -> TokenizerKind | None:
@@ -167,6 +175,9 @@ class AllComponents(Components):
     # Run
 
     def reject_unsuited(self, t: TrainConfig, ranks: int, on_gpu: bool) -> None:
+        if t.input_noise:
+            others = {"pack": t.pack, "chats": t.chats}
+            reject_combination("input_noise", others, "packed documents are read as they are")
         if t.chats:
             from distgpt.corpora.chats.examples import check as check_chats
 

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from distgpt.core.comm.resources import Grants
     from distgpt.core.config import Setting, TrainConfig
     from distgpt.core.cpu.stages import MakeKernels, StageKind
+    from distgpt.core.data.batches import Batches
     from distgpt.core.data.loading import TextKind
     from distgpt.core.data.tokenizers import TokenizerKind
     from distgpt.core.generate.slots import SlotKind
@@ -96,6 +97,12 @@ class Components:
         return PLAIN
 
     # Text and files
+
+    def batches(self, t: TrainConfig) -> type[Batches]:
+        """Return the class of a run's batches, which a kind of text may override."""
+        from distgpt.core.data.batches import Batches
+
+        return Batches
 
     def text_kind(self, path: Path) -> str:
         """Return the kind of the text at this path. Only for rank 0: other ranks may not have the path."""

@@ -11,7 +11,6 @@ import distgpt
 import numpy as np
 import pytest
 from distgpt.core.base.errors import DataError, StorageError, UsageError
-from distgpt.core.config import ModelConfig
 from distgpt.core.model.model import Architecture, Model
 from distgpt.core.model.passes import Pass
 from distgpt.core.ops.kernels import Kernels

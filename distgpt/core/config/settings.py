@@ -226,8 +226,8 @@ class TrainConfig:
 
     data: str = of_data(
         "corpus",
-        "Training data: a bundled text (story, corpus, names), a text file, a directory of token shards,"
-        " or documents (a directory of text files, .jsonl, .parquet, .gz).",
+        "Training data: a bundled text (tales, corpus, story, names), a text file, a directory of token"
+        " shards, or documents (a directory of text files, .jsonl, .parquet, .gz).",
         changeable=True,  # the content is compared on resume
         first=True,
     )
@@ -251,6 +251,12 @@ class TrainConfig:
         False,
         "Read --data and --val as chats (JSON lines) and train only on the answers: distgpt tune.",
         flag="--chats/--no-chats",
+    )
+    input_noise: float = of_data(
+        0.0,
+        "Fraction of input tokens replaced by others of their sequence, against overfitting on a short text.",
+        low=0,
+        below=1,
     )
     init: str = of_model("", "Start from this weights file instead of random weights.", first=True)
     lora_rank: int = of_model(

@@ -100,13 +100,16 @@ class Batches:
 
     def _starts(self, step: int, which: slice) -> NDArray[np.int64]:
         window, key = self._order(step, which)
-        shift = _mix(key) % self.seq_len * self._shift
+        shift = mixed(key) % self.seq_len * self._shift
         return ((window * self.seq_len + shift) % len(self._tokens)).astype(np.int64)
+
+    def _numbers_of(self, step: int, which: slice) -> Words:
+        """Return the numbers of sequences in the whole run: (n,)."""
+        return self._numbers[which] + np.uint64((step + self.skipped) * len(self._numbers))
 
     def _order(self, step: int, which: slice) -> tuple[Words, Words]:
         """Return each sequence's window and its epoch's key: (n,)."""
-        sequence = self._numbers[which] + np.uint64((step + self.skipped) * len(self._numbers))
-        epoch, position = np.divmod(sequence, np.uint64(self.windows_per_epoch))
+        epoch, position = np.divmod(self._numbers_of(step, which), np.uint64(self.windows_per_epoch))
         key = seeded_hashes(self._seed, epoch)
         return shuffled(position, key, self.windows_per_epoch), key
 
@@ -154,18 +157,18 @@ def refuse_uneven(batch_size: int, size: int, grad_accum: int) -> None:
 def _feistel(position: Words, key: Words, a: np.uint64, b: np.uint64) -> Words:
     left, right = np.divmod(position, b)
     for salt in SALTS:
-        left, right = right, (left + _mix(key + right + salt) % a) % a
+        left, right = right, (left + mixed(key + right + salt) % a) % a
         a, b = b, a
     return left * b + right
 
 
 def seeded_hashes(seed: int, numbers: Words) -> Words:
     """Return a deterministic random number for each of `numbers`: (n,)."""
-    of_seed = _mix(np.array([seed % 2**64], np.uint64))
-    return _mix(of_seed + numbers * GOLDEN)
+    of_seed = mixed(np.array([seed % 2**64], np.uint64))
+    return mixed(of_seed + numbers * GOLDEN)
 
 
-def _mix(z: Words) -> Words:
+def mixed(z: Words) -> Words:
     """Apply the finalizer of splitmix64: every bit of the result depends on every bit of z."""
     z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)

@@ -74,7 +74,7 @@ class Corpus:
         return self.train if self.val is None else self.val
 
     def batches(self, comm: Comm, run: RunConfig) -> Batches:
-        return Batches.of_run(self.train, run)
+        return components().batches(run.train).of_run(self.train, run)
 
     def held_out_windows(self, seq_len: int, most: int) -> list[Window]:
         """Cut the first `most` tokens for validation (0: all) into windows to score."""

@@ -9,7 +9,7 @@ from typing import BinaryIO
 from distgpt.core.base.errors import DataError, did_you_mean
 from distgpt.core.base.files import bundled, open_regular
 
-BUNDLED_TEXTS = ("corpus", "names", "story")
+BUNDLED_TEXTS = ("corpus", "names", "story", "tales")
 LONGEST_PROMPT = 64 << 20  # bytes
 CONVERT = "convert it first (iconv -f ENCODING -t UTF-8)"
 

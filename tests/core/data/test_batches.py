@@ -153,7 +153,7 @@ def test_data_is_a_bundled_name_or_path(tmp_path):
     (path := tmp_path / "mine.txt").write_text("text")
     assert resolve_data(str(path)) == path
     for word, hint in (("stroy", "did you mean 'story'"), ("nul\0", ""), ("x" * 300, "")):
-        with complains(hint, "corpus, names, story"):
+        with complains(hint, "corpus, names, story, tales"):
             resolve_data(word)
 
 
