@@ -1,6 +1,7 @@
 """The Python interface: round trips, comparison with the reference, invalid arguments, and ranks."""
 
 import os
+import subprocess
 import sys
 import textwrap
 import time
@@ -351,3 +352,12 @@ def test_failing_rank_ends_the_job(case, tmp_path):
     words = (f"rank {rank}: exited with code 3",) if code == 3 else (f"rank {rank}: internal error", "no more of this")
     assert all(word in ended.stderr for word in words)
     assert ended.stdout.count("caller's") == 2 * (case == "the caller's own code raises")
+
+
+@pytest.mark.parametrize(("program", "code", "shown"), [("mine.py", 1, "ImportError: "), ("distgpt.exe", 1, "")])
+def test_windows_is_refused_with_a_hint(program, code, shown):
+    script = f"import sys; sys.platform, sys.argv[0] = 'win32', {program!r}; import distgpt"
+    ended = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    last = ended.stderr.splitlines()[-1]
+    assert ended.returncode == code and last.startswith(f"{shown}distgpt runs on Linux") and "wsl --install" in last
+    assert ("Traceback" in ended.stderr) == bool(shown)

@@ -17,7 +17,7 @@ from conftest import ROOT, inside
 
 PACKAGE = ROOT / "distgpt"
 NEEDED = ("stage", "preset", "config", "set", "data", "tokenizer", "val-fraction", "init", "depth", "within", "steps")
-NEEDED += ("batch-size", "lr", "dtype", "out", "resume")
+NEEDED += ("family", "batch-size", "lr", "dtype", "out", "resume")
 
 
 def commands(group=cli, words=()):

@@ -121,6 +121,8 @@ def test_gradients_from_columns_of_a_wider_array(both):
                 k.linear_backward_weights(api.Affine(dw, None), dy[:, own], x, False)
 
             case.check(weights, [Wide((5, case.v))], dy, x)
+        rows = case.random(2, case.c)  # so few that each row could be taken for the next one
+        case.check(lambda k, dx, *a: k.linear_backward(dx, a[0][:, :5], a[1]), [(2, case.h)], rows, w)
 
 
 def side_by_side(case):

@@ -15,6 +15,7 @@ from distgpt.core.model.memory import ALIGNED, MATRIX, VECTOR, Layout, Spec
 from distgpt.core.model.model import Architecture
 from distgpt.core.model.optim import AdamW
 from distgpt.core.ops.low_precision import from_bfloat16
+from distgpt.core.train.gathering import EachRank
 from distgpt.core.train.parallel_strategy import Allreduce
 from distgpt.parallel import overlapped
 from distgpt.parallel import reductions as ways
@@ -321,3 +322,12 @@ def test_moments_are_gathered_by_tensor():
         raise UsageError("the disk is full")
 
     assert [str(error) for error in on_all_ranks(3, lambda comm: gathered(comm, fail))] == ["the disk is full"] * 3
+
+
+def test_rank_0_saves_the_exchange_state_of_each_rank():
+    def saved(comm):
+        sync = SimpleNamespace(saved={"rest": np.full(3, comm.rank + 1, np.float32)})
+        state = EachRank(comm, sync, SimpleNamespace(kernels=CpuKernels("float32", 1)))
+        return [state.gathered(f"{rank}/rest").tolist() for rank in range(comm.size)]
+
+    assert on_all_ranks(3, saved)[0] == [[1.0] * 3, [2.0] * 3, [3.0] * 3]
