@@ -90,11 +90,12 @@ def described(run: RunConfig) -> str:
     size, per_step = parameters(model.n_layer, text.vocab_size), t.batch_size * model.seq_len
     read = per_step * t.steps
     tokenizer = "the shards'" if is_shards(resolve_data(t.data)) else t.tokenizer
+    noise = f" with {t.input_noise:.0%} random input tokens" if t.input_noise else ""
     until = f", for {clock(60 * t.train_minutes)}" if t.train_minutes else ""
     rows = {
         f"depth {model.n_layer}": f"width {model.n_embd}, {model.n_head} heads, context {model.seq_len}",
         "text": f"about {_about(text.tokens)} tokens; tokenizer {tokenizer}, {text.vocab_size:,} entries",
-        "training": f"reads {_about(read)} tokens, the text {three_digits(read / text.tokens)} times;"
+        "training": f"reads {_about(read)} tokens, the text {three_digits(read / text.tokens)} times{noise};"
         f" {three_digits(read / size)} for each of {_about(size)} parameters (layers and output layer)",
         "steps": f"{count(t.steps, 'step')} of {per_step:,} tokens{until}; lr {t.lr:g}, warm-up {t.warmup}",
     }

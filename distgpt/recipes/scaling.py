@@ -31,6 +31,10 @@ HIGHEST_LR = 0.05  # the rate of the preset `tiny`
 LR_FALLS = 20  # ratio of the peak to the last learning rate
 # The weight decay of `fast`, whose 1,000 steps read 4 million tokens. Longer runs decay as much in total.
 WEIGHT_DECAY, WEIGHT_DECAY_TOKENS = 0.28, 4e6
+# Regularization by the number of passes over the text (docs/explanation/learning.md): none up to FEW_PASSES.
+# With more, value embeddings overfit.
+FEW_PASSES = 2
+NOISE_PER_PASS, MOST_NOISE = 0.01, 0.2
 WARMUP, LONGEST_WARMUP = 25, 100  # one step in 25, at most 100
 
 
@@ -120,6 +124,9 @@ def recipe(
         "vector_lr": VECTOR_LR,
         "weight_decay": WEIGHT_DECAY * larger * min(1.0, WEIGHT_DECAY_TOKENS / tokens),
     }
+    passes = tokens / text.tokens
+    if passes > FEW_PASSES and not given.get("pack"):
+        result["input_noise"] = min(MOST_NOISE, NOISE_PER_PASS * passes)
     return {
         "n_layer": depth,
         "n_head": depth,
@@ -131,6 +138,7 @@ def recipe(
         "steps": steps,
         "warmup": min(LONGEST_WARMUP, math.ceil(steps / WARMUP)),
         "init_weights": "bigrams" if from_pairs else "unit",
+        "value_embeddings": passes <= FEW_PASSES,
         **{name: float(f"{value:.3g}") for name, value in result.items()},
     }
 

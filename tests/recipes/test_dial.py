@@ -53,6 +53,15 @@ def test_recipe_follows_given_settings():
         assert own["n_embd"] == scaling.REFERENCE_WIDTH and own["weight_decay"] == scaling.WEIGHT_DECAY
 
 
+def test_text_that_is_read_many_times_is_regularized():
+    few, many = (preset("fast", scaling.recipe(3, passes * 1e6, scaling.Text(1e6, 2048))) for passes in (2, 5))
+    assert (few.train.input_noise, few.model.value_embeddings) == (0, True)
+    assert (many.train.input_noise, many.model.value_embeddings) == (0.05, False)
+    packed = scaling.recipe(3, 5e6, scaling.Text(1e6, 2048), given={"pack": True})
+    assert "input_noise" not in packed and not packed["value_embeddings"]
+    assert scaling.recipe(3, 1e9, scaling.Text(1e6, 2048))["input_noise"] == scaling.MOST_NOISE
+
+
 def test_speeds_are_interpolated():
     one = {2: 4000.0}
     assert scaling.speed(2, one, DOCS) == pytest.approx(4000)

@@ -419,7 +419,7 @@ class TrainConfig:
     val: str = of_data("", "Validation data, in any format that --data accepts.", changeable=True)
     val_fraction: float = of_data(
         0.0,
-        "Fraction held out for validation: the start of a text file, or random documents.",
+        "Fraction held out for validation: eight pieces of a text file, or random documents.",
         low=0,
         below=1,
         first=True,

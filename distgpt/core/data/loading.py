@@ -35,13 +35,14 @@ from distgpt.core.data.tokenizers import (
 
 SAMPLED = 1 << 20  # tokens sampled to estimate the bytes per token
 DECODED = 1 << 17  # sampled tokens if each has to be decoded
+MOST_PIECES, SHORTEST_PIECE = 8, 512  # pieces of a text file for validation, and their tokens
 
 
 @dataclass(frozen=True, slots=True)
 class DataRequest:
     """A request to load data. `existing` is the tokenizer of an existing model.
 
-    `val_fraction` holds out the start of a text file, or some of multiple documents. Shards have their own
+    `val_fraction` holds out pieces of a text file, or some of multiple documents. Shards have their own
     split.
     """
 
@@ -176,9 +177,22 @@ class _PlainText:
             tokenizer = tokenizer_from_json(saved, "rank 0's tokenizer")
             ids = np.empty(length, dtype)
         comm.broadcast(ids)
-        val, train = np.split(ids, [held_out])
+        val, train = split(ids, held_out)
         held_out_part = ArrayTokens(val) if len(val) else None
         return Corpus(tokenizer, ArrayTokens(train), held_out_part)
+
+
+def split(ids: Ids, held_out: int) -> tuple[Ids, Ids]:
+    """Return tokens for validation, in pieces from the whole text unless they are few, and the others.
+
+    The start of a text alone may be unlike the rest, such as a preface.
+    """
+    pieces = max(1, min(MOST_PIECES, held_out // SHORTEST_PIECE))
+    in_val = np.zeros(len(ids), bool)
+    for i in range(pieces):
+        first = len(ids) * i // pieces
+        in_val[first : first + held_out * (i + 1) // pieces - held_out * i // pieces] = True
+    return ids[in_val], ids[~in_val]
 
 
 def text_bytes(ids: Ids, tokenizer: Tokenizer) -> int:

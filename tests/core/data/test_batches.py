@@ -11,7 +11,7 @@ from complaints import complains
 from distgpt.core.base.errors import DataError, UsageError
 from distgpt.core.base.files import bundled
 from distgpt.core.data.batches import SAMPLE_PIECE, ArrayTokens, Batches, rank_sequences, shuffled
-from distgpt.core.data.loading import DataRequest, load_corpus, read_text
+from distgpt.core.data.loading import DataRequest, load_corpus, read_text, split
 from distgpt.core.data.textfile import BUNDLED_TEXTS, resolve_data
 from distgpt.core.data.tokenizers import load_tokenizer
 from hypothesis import example, given, settings
@@ -197,3 +197,11 @@ def test_data_errors_are_raised_on_all_ranks(tmp_path):
         errors = loaded(3, str(path), choice, 8)
         assert {(type(error), str(error)) for error in errors} == {(kind, str(errors[0]))}
         assert re.search(message, str(errors[0]))
+
+
+@pytest.mark.parametrize("length, held_out, pieces", [(9000, 700, 1), (9001, 1600, 3), (100_003, 10_007, 8), (5, 0, 0)])
+def test_validation_takes_pieces_from_the_whole_text(length, held_out, pieces):
+    val, train = split(np.arange(length, dtype=np.uint32), held_out)
+    assert len(val) == held_out and sorted([*val, *train]) == list(range(length))
+    starts = val[np.diff(val, prepend=-5) != 1]
+    assert starts.tolist() == [length * i // max(1, pieces) for i in range(pieces)]
