@@ -154,6 +154,13 @@ class AllComponents(Components):
             return fetched_weights(name, fetches)
         return super().weights(scheme, name, fetches)
 
+    def imported(self, path: Path) -> Path | None:
+        if path.suffix == ".gguf" or (path / "config.json").is_file():
+            from distgpt.models.formats.huggingface import imported_weights
+
+            return imported_weights(path)
+        return super().imported(path)
+
     quantized_dtypes = ("int8", "int4")
 
     def quantized(self, dtype: str) -> QuantizedFormat:

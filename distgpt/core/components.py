@@ -135,6 +135,10 @@ class Components:
         """
         return None
 
+    def imported(self, path: Path) -> Path | None:
+        """Import a model in another format. Return its weights file, or None if the path has none."""
+        return None
+
     # Dtypes of quantized weights files, as named in their metadata.
     quantized_dtypes: tuple[str, ...] = ()
 

@@ -11,7 +11,8 @@ from distgpt.core.config import DEEPEST, PARAMETERS_PER_TOKEN
 
 HEAD = 64  # elements of an attention head; the model's width per layer
 TOKENS_PER_PARAMETER = 12  # parameters of the layers' matrices and the output layer
-EPOCHS = 8  # maximum passes over the training text
+# Maximum passes over the training text: held-out loss was lowest after 4 to 6 (docs/explanation/learning.md).
+EPOCHS = 5
 BYTES_AT_LEAST = 200_000  # enough to learn a vocabulary
 SMALLEST_BPE, LARGEST_BPE = 512, 1 << 15
 ENTRIES_PER_ROOT = 1.6  # vocabulary size per √bytes, approximately; chosen, not fitted
@@ -179,9 +180,6 @@ REPEATED = 15.0
 PAIRS_UP_TO = 2e6  # tokens of a run up to which initial weights from pairs are better
 PAIR_PASSES, PAIR_ROWS = 15, 1 << 13  # initial weights from pairs: passes over all pairs, maximum tokens
 SLOWER_PAIRS = 3.0  # time per FLOP, compared with training
-# Maximum passes over the training text, for any time limit. Held-out loss was lowest after 4 to 6 passes
-# (docs/explanation/learning.md), and no regularization prevents overfitting.
-EPOCHS_BY_CLOCK = 5
 
 
 class Choice(NamedTuple):
@@ -238,7 +236,7 @@ def choose(seconds: float, measured: Mapping[int, float], text: Text, only: int 
     ]
 
     def choice(depth: int) -> Choice:
-        rate, most = speed(depth, measured, text), EPOCHS_BY_CLOCK * text.tokens
+        rate, most = speed(depth, measured, text), EPOCHS * text.tokens
         pairs = SLOWER_PAIRS * pair_flops(depth, text) / (rate * flops(depth, text))  # seconds
 
         def reading(tokens: float) -> Choice:

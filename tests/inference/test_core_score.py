@@ -103,7 +103,7 @@ def test_core_scores_questions_as_published(bundle):
 
 def test_long_examples_are_cut_from_the_left(bundle):
     core = Core(SerialComm(), bundle, BYTES, 30)
-    spans = [span for task in core._spans for question in task for span in question]
+    spans = [span for task in core.spans for question in task for span in question]
     assert max(len(span.ids) for span in spans) == 31 and min(span.count for span in spans) >= 1
 
 

@@ -1,4 +1,5 @@
 import json
+import os
 import signal
 import time
 import warnings
@@ -11,12 +12,14 @@ import numpy as np
 import pytest
 from chattemplates import ENDS
 from complaints import complains, done
+from distgpt.core.base.caches import CACHE
 from distgpt.core.base.errors import StorageError, UsageError
 from distgpt.core.config import ModelConfig
 from distgpt.core.config.presets import preset
 from distgpt.core.data.tokenizers import fingerprint, load_tokenizer
 from distgpt.core.saved.modelfile import read_description
 from distgpt.core.saved.tensors import read_header, write_tensors
+from distgpt.core.saved.weights import weights_of
 from distgpt.corpora.tokenizers.bpe import GPT2_FINGERPRINT
 from distgpt.corpora.tokenizers.third_party import from_document
 from distgpt.models.formats.families import Settings, family_for, recognised
@@ -414,3 +417,24 @@ def test_architectures_of_recipes_are_exported(form, name, tmp_path):
     assert expected.std() > 0.2
     np.testing.assert_allclose(distgpt.load(back).logits(tokens), expected, atol=2e-5)
     assert family_for(read_description(back).run.model, back).model_type == name
+
+
+def test_models_in_other_formats_are_imported_once(tmp_path, monkeypatch):
+    monkeypatch.setenv(CACHE, str(tmp_path / "cache"))
+    exported_model(tmp_path / "theirs", CHATTY)
+    export_gguf(tmp_path / "ours.safetensors", tmp_path / "theirs.gguf", "float32")
+    tokens = np.random.default_rng(3).integers(0, 1000, (1, 9))
+    expected = distgpt.load(tmp_path / "ours.safetensors").logits(tokens)
+    for path in (tmp_path / "theirs", tmp_path / "theirs.gguf"):
+        found = weights_of(path)
+        written = found.stat().st_mtime_ns
+        assert np.array_equal(distgpt.load(path).logits(tokens), expected)
+        assert (weights_of(path), found.stat().st_mtime_ns) == (found, written)
+        with complains("import it first", kind=UsageError):
+            weights_of(path, fetches=False)
+        os.utime(path if path.is_file() else path / "config.json", (1, 1))
+        assert weights_of(path) != found
+    (tmp_path / "bad.gguf").write_bytes(b"GGUF")
+    with complains("not a valid GGUF file"):
+        weights_of(tmp_path / "bad.gguf")
+    assert len(list((tmp_path / "cache" / "models").iterdir())) == 4

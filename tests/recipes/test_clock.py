@@ -141,8 +141,8 @@ def test_depth_sets_defaults_and_resume_keeps_them(tmp_path):
 def test_depth_lines_describe_data_and_end(tmp_path):
     (text := tmp_path / "my.txt").write_text("The keeper lit the lamp. " * 40)
     for tokens, flags, words in (
-        (0.0, {}, "the text 8.19 times with 8% random input tokens; 0.125 for each of 65.5 k parameters"),
-        (0.0, {}, "16 steps of 512 tokens; lr 0.01"),
+        (0.0, {}, "the text 5.12 times with 5% random input tokens; 0.0781 for each of 65.5 k parameters"),
+        (0.0, {}, "10 steps of 512 tokens; lr 0.01"),
         (300.0, {"train_minutes": 2.955}, ", for 2:57"),
     ):
         given = {"data": str(text), **flags}

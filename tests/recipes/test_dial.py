@@ -27,7 +27,7 @@ def test_scaling_laws():
     assert scaling.text_to_learn_from(30e6).tokenizer == "bpe:8192"
     assert scaling.text_to_learn_from(30e6, 4096).vocab_size == 4096
     assert scaling.tokens_to_read(3, DOCS) == 12 * scaling.parameters(3, 8192)
-    assert scaling.tokens_to_read(6, DOCS) == 8 * DOCS.tokens
+    assert scaling.tokens_to_read(6, DOCS) == 5 * DOCS.tokens
     found = [scaling.batch(tokens) for tokens in (1e3, 2e5, 12e6, 200e6, 1e15)]
     assert found == [512, 1024, 4096, 16384, 1 << 19]
     assert [scaling.context(depth, 1e7) for depth in (1, 3, 4, 6, 7)] == [256, 256, 512, 512, 1024]

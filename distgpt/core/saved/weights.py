@@ -28,10 +28,14 @@ from distgpt.core.saved.tensors import Header, read_header, read_rows, verify_da
 
 
 def weights_of(name: Path, fetches: bool = True) -> Path:
-    """Return the weights file of this name. If it is not local, download it, or raise an error."""
+    """Return the weights file of this name. If it is not local, download it, or raise an error.
+
+    A model in another format is imported; without `fetches`, it is rejected.
+    """
     key, _, rest = str(name).partition(":")
-    fetched = components().weights(key, rest, fetches) if rest and not name.exists() else None
-    return fetched or find_weights(name)
+    if rest and not name.exists():
+        return components().weights(key, rest, fetches) or find_weights(name)
+    return (components().imported(name) if fetches else None) or find_weights(name)
 
 
 def find_weights(path: Path) -> Path:

@@ -165,19 +165,19 @@ class Core:
     def __init__(self, comm: Comm, directory: Path, tokenizer: Tokenizer, seq_len: int) -> None:
         """Read the files on rank 0 and tokenize them on every rank. Collective."""
         self.asked = on_root(comm, lambda: read_tasks(directory))
-        self._spans: list[list[list[Span]]] = []
+        self.spans: list[list[list[Span]]] = []
         for asked in self.asked:
             try:
-                self._spans.append([_spans(asked, i, tokenizer, seq_len) for i in range(len(asked.texts))])
+                self.spans.append([_spans(asked, i, tokenizer, seq_len) for i in range(len(asked.texts))])
             except DataError as error:
                 raise collective_error(DataError(f"{asked.task.path}: {error}")) from None
 
     def measure(self, scorer: Scorer, progress: Progress | None = None) -> dict[str, Any]:
         """Return the score, and each task's accuracy. Collective."""
-        spans = [span for task in self._spans for question in task for span in question]
+        spans = [span for task in self.spans for question in task for span in question]
         result = with_progress(lambda *how: likelihoods(scorer, *how), spans, scorer.comm, progress)
         found, end = {}, 0
-        for asked, questions in zip(self.asked, self._spans, strict=True):
+        for asked, questions in zip(self.asked, self.spans, strict=True):
             hits = []
             for right, question in zip(asked.right, questions, strict=True):
                 losses, greedy = result[end : end + len(question)].T
