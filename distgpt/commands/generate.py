@@ -46,7 +46,9 @@ adapter_option = click.option("--adapter", type=PATH, help="Adapter to merge, or
 
 # The fields of ModelSpec.
 model_options = together(
-    click.option("--weights", type=PATH, help="Weights file, run, or hub:ORG/NAME. [default: a sample]"),
+    click.option(
+        "--weights", type=PATH, help="Weights file, run, .gguf, or hub:ORG/NAME. [default: a sample]"
+    ),
     dtype_option("bfloat16 if it is faster, float32 if not"),
     click.option(
         "--context",
@@ -215,7 +217,7 @@ BENCHMARKS = {
 
 @command(name="eval", example="distgpt eval --weights runs/mine --val held-out.txt")
 @stage_options
-@click.option("--weights", type=PATH, required=True, help="Weights file, run, or hub:ORG/NAME.")
+@click.option("--weights", type=PATH, required=True, help="Weights file, run, .gguf, or hub:ORG/NAME.")
 @adapter_option
 @click.option("--val", shell_complete=texts, help="Text to evaluate on, or shards with a validation part.")
 @together(
