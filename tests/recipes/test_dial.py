@@ -94,7 +94,7 @@ def test_more_time_chooses_deeper_models():
     rates = {depth: 1e11 / scaling.flops(depth, DOCS) for depth in (2, 4)}
     chosen = [scaling.choose(60 * minutes, rates, DOCS).depth for minutes in (1, 10, 100, 1000, 1e6)]
     assert chosen == sorted(chosen) and chosen[0] < chosen[3]
-    assert scaling.parameters(chosen[-1], 8192) <= 10 * DOCS.tokens
+    assert scaling.parameters(chosen[-1], 8192) <= scaling.PARAMETERS_PER_TOKEN * DOCS.tokens
     assert scaling.choose(1e9, {2: 1e5}, scaling.Text(100, 256)).depth == 1
     only = scaling.choose(600, rates, DOCS, only=3)
     assert only.depth == 3 and only.tokens == pytest.approx(600 * scaling.speed(3, rates, DOCS))

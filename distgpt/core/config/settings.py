@@ -12,7 +12,7 @@ from distgpt.core.ops.activations import ACTIVATIONS
 
 DEFAULT_TEMPERATURE = 0.8  # without randomness, small models repeat themselves
 DEEPEST = 100  # layers of --depth
-PARAMETERS_PER_TOKEN = 10  # the maximum per training token: larger models overfit
+PARAMETERS_PER_TOKEN = 20  # the maximum per training token
 NORMS = ("layernorm", "rmsnorm")
 MLPS = tuple(ACTIVATIONS)
 POSITIONS = ("learned", "rope", "none")
