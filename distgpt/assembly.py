@@ -156,7 +156,7 @@ class AllComponents(Components):
 
     def imported(self, path: Path) -> Path | None:
         if path.suffix == ".gguf" or (path / "config.json").is_file():
-            from distgpt.models.formats.huggingface import imported_weights
+            from distgpt.models.formats.gguf.transfer import imported_weights
 
             return imported_weights(path)
         return super().imported(path)

@@ -27,6 +27,12 @@ HOT = {"temperature": 0.9, "top_k": 40, "top_p": 0.9, "min_p": 0.01, "repetition
 TEXT, CHAT = "/v1/completions", "/v1/chat/completions"
 MESSAGES = [{"role": "system", "content": "Brief."}, {"role": "user", "content": "The harbour"}]
 ASKED = {TEXT: {"prompt": "The harbour"}, CHAT: {"messages": MESSAGES}}
+
+
+def count(text):
+    return len(sample()[1].encode(text))
+
+
 LIKELY = {TEXT: {"logprobs": 3}, CHAT: {"logprobs": True, "top_logprobs": 3}}
 both = pytest.mark.parametrize("path", ASKED)
 
@@ -72,7 +78,7 @@ def test_answer_matches_engine(served, path):
     assert used["completion_tokens"] == 90 and used["total_tokens"] == used["prompt_tokens"] + 90
     assert found["model"] == "sample"
     if path == TEXT:
-        assert used["prompt_tokens"] == 11
+        assert used["prompt_tokens"] == count("The harbour")
         assert found["object"] == "text_completion" and found["id"].startswith("cmpl-")
     else:
         assert {choice["message"]["role"] for choice in found["choices"]} == {"assistant"}
@@ -123,7 +129,7 @@ def test_echo_scores_prompt_tokens(served, new):
     assert found["text"] == "The harbour" + expected.text and found["finish_reason"] == "length"
     said, scored = found["logprobs"], [*expected.prompt_likelihoods[1:], *(expected.likelihoods or ())]
     assert said["token_logprobs"] == [None, *(each.logprob for each in scored)]
-    assert said["top_logprobs"][0] is None and len(said["top_logprobs"]) == 11 + new
+    assert said["top_logprobs"][0] is None and len(said["top_logprobs"]) == count("The harbour") + new
     for token, top, own in zip(said["tokens"][1:], said["top_logprobs"][1:], scored, strict=True):
         assert top[token] == own.logprob and max(top.values()) == own.alternatives[0][1] and len(top) in (2, 3)
     for token, offset in zip(said["tokens"], said["text_offset"], strict=True):
@@ -135,7 +141,7 @@ def test_echo_scores_prompt_tokens(served, new):
     several = served.complete(["A lamp", "The harbour"], n=2, **{**wanted, "max_tokens": 0})
     assert [choice["text"] for choice in several["choices"]] == ["A lamp"] * 2 + ["The harbour"] * 2
     for choice in several["choices"][2:]:
-        assert choice["logprobs"]["token_logprobs"] == said["token_logprobs"][:11]
+        assert choice["logprobs"]["token_logprobs"] == said["token_logprobs"][: count("The harbour")]
     assert several["usage"]["completion_tokens"] == 0
 
 
@@ -198,7 +204,7 @@ WRONG = [
     (TEXT, b'{"prompt": "a", "prompt": "b"}', 400, "duplicate"), (TEXT, b'{"temperature": NaN}', 400, "NaN"),
     (TEXT, b'{"prompt": "\\ud800"}', 400, "UTF-8"), (TEXT, b"[" * 100_000, 400, "deep"),
     (TEXT, {"prompt": ""}, 400, "empty"), (TEXT, {"prompt": ["a", 1]}, 400, "mix"),
-    (TEXT, {"prompt": [256]}, 400, "256"), (TEXT, {"prompt": ["a"] * 65, "n": 2}, 400, "samples"),
+    (TEXT, {"prompt": [1024]}, 400, "1,024"), (TEXT, {"prompt": ["a"] * 65, "n": 2}, 400, "samples"),
     (TEXT, {"max_tokens": 4096, "n": 128, "logprobs": 2}, 400, "1,048,576"),
     (TEXT, {"max_tokens": -1}, 400, "max_tokens"), (TEXT, {"max_tokens": 5000}, 400, "at most 4096"),
     (TEXT, {"temperature": -1}, 400, "temperature"),
@@ -217,7 +223,7 @@ WRONG = [
     (CHAT, {"max_tokens": 0}, 400, "max_tokens must"), (CHAT, {"n": 1000}, 400, "n must"),
     (CHAT, {"model": "other"}, 404, "other"), ("/tokenize", {"prompt": 3}, 400, "prompt"),
     ("/tokenize", {"text": "a"}, 400, "text"), ("/detokenize", {"tokens": "a"}, 400, "tokens"),
-    ("/detokenize", {"tokens": [1 << 20]}, 400, "256"),
+    ("/detokenize", {"tokens": [1 << 20]}, 400, "1,024"),
 ]  # fmt: skip
 
 
@@ -363,7 +369,9 @@ def test_metrics_count_requests_and_tokens():
     samples = (line.rsplit(" ", 1) for line in text.splitlines() if not line.startswith("#"))
     values = {name: float(value) for name, value in samples}
     assert [values[f'distgpt_requests_total{{status="{status}"}}'] for status in (200, 400)] == [1, 1]
-    assert values["distgpt_prompt_tokens_total"] == 11 and values["distgpt_generated_tokens_total"] == 20
+    assert (
+        values["distgpt_prompt_tokens_total"] == count("The harbour") and values["distgpt_generated_tokens_total"] == 20
+    )
     assert values["distgpt_lanes"] == 4
     for gauge in ("queue_length", "running_sequences", "open_requests"):
         assert values[f"distgpt_{gauge}"] == 0
@@ -390,5 +398,6 @@ def test_log_lines_omit_prompts_by_default(capsys):
         said = capsys.readouterr().err
         lines = [line for line in said.splitlines() if " 127.0.0.1 " in line]
         assert "\x1b" not in said and len(lines) == 2
-        assert re.search(r"POST /v1/completions 200 \d\.\d{3} s, 15 \+ 3 tokens", lines[0])
+        tokens = count("The \x1b[2Jharbour")
+        assert re.search(rf"POST /v1/completions 200 \d\.\d{{3}} s, {tokens} \+ 3 tokens", lines[0])
         assert ("harbour" in lines[0]) == (log == "prompts") and r"GET /v1/\x1b[2J 404" in lines[1]

@@ -339,13 +339,11 @@ def test_tokenizers_unsupported_by_gguf_are_named(tmp_path):
             export_gguf(path, tmp_path / "m.gguf", "float32")
 
 
-def test_commands_suggest_weights_import(tmp_path):
+def test_weights_commands_check_their_files(tmp_path):
     ours, path = tmp_path / "ours.safetensors", tmp_path / "m.gguf"
     random_model(ours, LLAMA)
     export = ["weights", "export", ours, "--out"]
     assert inside(*export, path, "--dtype", "q8_0").returncode == 0 and path.is_file()
-    for command in (["infer"], ["eval", "--val", "story"], ["serve"], ["chat"]):
-        refused(inside(*command, "--weights", path), 2, f"weights import {path}")
     assert "a llama in GGUF" in inside("weights", "info", path).stdout
     refused(inside(*export, tmp_path / "d", "--dtype", "q4_0"), 2, "--format gguf")
     refused(inside(*export, path), 2, "already exists")

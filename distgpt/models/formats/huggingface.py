@@ -10,7 +10,6 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
@@ -41,9 +40,7 @@ from distgpt.core.config import ModelConfig, RunConfig
 from distgpt.core.data.tokenizers import Tokenizer, load_tokenizer
 from distgpt.core.model.model import Architecture
 from distgpt.core.ops.low_precision import from_bfloat16, to_bfloat16
-from distgpt.core.saved.checkpoint import WEIGHTS
 from distgpt.core.saved.modelfile import ORIGIN, Description, read_description
-from distgpt.core.saved.rundir import RunDirectory
 from distgpt.core.saved.tensors import (
     Entry,
     Header,
@@ -221,30 +218,6 @@ def fetched_weights(repository: str, fetches: bool) -> Path:
             own = command_line("weights", "import", name, "--tokenizer", "…", "--out", "…")
             raise UsageError(f"{name} has no usable tokenizer; import it with another: {own}")
         note(f"stored {name} as {result}; to download it again, remove this file")
-    return result
-
-
-def imported_weights(path: Path) -> Path | None:
-    """Return a model's weights file, imported into the user's cache if needed; None if it is one of ours."""
-    if RunDirectory(path).config.exists() or (path / WEIGHTS).exists():
-        return None
-    folder = cache_folder("models")
-    if folder is None:
-        return None  # the error names the command to import it
-    with storage_errors("read", path):
-        files = sorted(path.iterdir()) if path.is_dir() else [path]
-        states = [(file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in files]
-    key = sha256(repr((path.resolve(), states)).encode()).hexdigest()[:16]
-    result = folder / f"{path.stem}-{key}.safetensors"
-    if not result.exists():
-        note = partial(print_lines, err=True)
-        if path.is_dir():
-            import_model(str(path), result, None, note)
-        else:
-            from distgpt.models.formats.gguf.transfer import import_gguf
-
-            import_gguf(path, result, None, note)
-        note(f"stored {path} as {result}; later starts read this file")
     return result
 
 

@@ -276,9 +276,7 @@ def test_transformers_model_suggests_import(runs, tmp_path):
     if result.returncode:  # a word tokenizer cannot be exported
         there.mkdir()
         (there / "config.json").write_text("{}")
-    for words in (["infer", "--weights"], ["train", "--out", tmp_path / "x", "--init"]):
-        refused(inside(*words, there), 2, f"weights import '{there}' --out 'my model.safetensors'")
-    with pytest.raises(UsageError, match="weights import"):
+    with pytest.raises(UsageError, match=f"weights import '{there}' --out 'my model.safetensors'"):
         find_weights(there)
     write_tensors(there / "model.safetensors", {"w": np.zeros(2, np.float32)}, {})
     refused(inside("infer", "--weights", there / "model.safetensors"), 65, f"weights import '{there}'")

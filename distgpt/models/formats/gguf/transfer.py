@@ -5,17 +5,23 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
+from functools import partial
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from distgpt.core.base.errors import DataError, UsageError
+from distgpt.core.base.caches import cache_folder
+from distgpt.core.base.errors import DataError, UsageError, print_lines
+from distgpt.core.base.files import storage_errors
 from distgpt.core.base.formatting import count
 from distgpt.core.config import ModelConfig
 from distgpt.core.data.tokenizers import Tokenizer
 from distgpt.core.model.layers import rope_frequencies
+from distgpt.core.saved.checkpoint import WEIGHTS
+from distgpt.core.saved.rundir import RunDirectory
 from distgpt.core.saved.weights import verified
 from distgpt.models.formats.families import FAMILIES, Family, Settings, TensorMapping, family_for, recognised
 from distgpt.models.formats.gguf.container import (
@@ -33,6 +39,7 @@ from distgpt.models.formats.huggingface import (
     Note,
     exportable,
     import_from,
+    import_model,
     narrowed,
     our_rows,
     page,
@@ -323,3 +330,25 @@ def import_gguf(path: Path, out: Path, tokenizer: str | None, note: Note = lambd
     """Write the weights file `out` from a GGUF model. Uses little more memory than the largest tensor."""
     refuse_place(out)
     return import_from(GgufModel(path), path.name, out, tokenizer, note)
+
+
+def imported_weights(path: Path) -> Path | None:
+    """Return a model's weights file, imported into the user's cache if needed; None if it is one of ours."""
+    if RunDirectory(path).config.exists() or (path / WEIGHTS).exists():
+        return None
+    folder = cache_folder("models")
+    if folder is None:
+        return None  # the error names the command to import it
+    with storage_errors("read", path):
+        files = sorted(path.iterdir()) if path.is_dir() else [path]
+        states = [(file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in files]
+    key = sha256(repr((path.resolve(), states)).encode()).hexdigest()[:16]
+    result = folder / f"{path.stem}-{key}.safetensors"
+    if not result.exists():
+        note = partial(print_lines, err=True)
+        if path.is_dir():
+            import_model(str(path), result, None, note)
+        else:
+            import_gguf(path, result, None, note)
+        note(f"stored {path} as {result}; later starts read this file")
+    return result
