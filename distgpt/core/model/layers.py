@@ -583,15 +583,17 @@ def more_activations(first: LayerActivations, kernels: Kernels, kept: Sequence[s
 def initial_std(spec: Spec, config: ModelConfig) -> float:
     """Return the standard deviation of a tensor's initial weights.
 
-    GPT-2's is smaller for the two projections per layer into the residual stream. With `unit`, these are 0,
-    and the layers' other matrices approximately preserve the size of their input; the MLP's first one reduces
-    it.
+    GPT-2's is smaller for the two projections per layer into the residual stream. With `unit`, these and
+    learned positions are 0, and the layers' other matrices approximately preserve the size of their input;
+    the MLP's first one reduces it.
     """
     into_residual = spec.name.endswith(("attn.proj.w", "mlp.proj.w"))
     if config.init_weights == "gpt2":
         if into_residual and config.init_residual:
             return config.init_std / math.sqrt(2 * config.n_layer)
         return config.init_std
+    if spec.name == LEARNED:
+        return 0.0
     if spec.group == EMBEDDING:
         return EMBEDDING_STD
     if spec.group == HEAD:
