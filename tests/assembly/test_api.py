@@ -354,6 +354,7 @@ def test_failing_rank_ends_the_job(case, tmp_path):
     assert ended.stdout.count("caller's") == 2 * (case == "the caller's own code raises")
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize(("program", "code", "shown"), [("mine.py", 1, "ImportError: "), ("distgpt.exe", 1, "")])
 def test_windows_is_refused_with_a_hint(program, code, shown):
     script = f"import sys; sys.platform, sys.argv[0] = 'win32', {program!r}; import distgpt"
