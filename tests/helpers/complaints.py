@@ -14,7 +14,7 @@ def complains(*words, kind=DataError):
     with pytest.raises(kind) as caught:
         yield
     said = str(caught.value)
-    assert "\n" not in said and len(said.encode()) < 700, said
+    assert "\n" not in said and len(said.encode()) < 1000, said
     for word in words:
         assert str(word) in said, (word, said)
 
