@@ -20,8 +20,8 @@ from distgpt.core.base.errors import UsageError, did_you_mean
 from distgpt.core.base.formatting import parse_duration, parse_size
 from distgpt.core.components import extra_settings
 from distgpt.core.config import DEEPEST, ON_GPU, STAGES, GpuConfig, Setting, settings_of
-from distgpt.core.config.presets import DEFAULT_PRESET, PRESETS
-from distgpt.core.config.run_request import FAMILIES, RunRequest, asked_for
+from distgpt.core.config.presets import DEFAULT_PRESET, FAMILIES, PRESETS
+from distgpt.core.config.run_request import RunRequest, asked_for
 from distgpt.core.config.setting import Value, Values
 from distgpt.core.data.textfile import BUNDLED_TEXTS
 
@@ -216,7 +216,7 @@ sizing_options = together(
         "--family",
         group="model",
         first=True,
-        type=click.Choice(FAMILIES),
+        type=click.Choice([*FAMILIES]),
         help="Train an architecture that transformers and llama.cpp can load, with --within, --depth, or the"
         " preset fast, sprint or tiny.",
     ),

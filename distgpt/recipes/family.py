@@ -5,26 +5,10 @@ from __future__ import annotations
 from dataclasses import replace
 
 from distgpt.core.base.errors import UsageError, did_you_mean, reject_combination
-from distgpt.core.config.presets import DEFAULT_PRESET, base_preset
+from distgpt.core.config.presets import DEFAULT_PRESET, FAMILIES, base_preset
 from distgpt.core.config.run_request import RunRequest, resolve
-from distgpt.core.config.setting import Values
 from distgpt.core.train.plan import begins_anew
 
-# Differences from the architecture of `fast`. Its norms without gain and its norm of the embedding can be
-# exported as tensors.
-_LLAMA: Values = {"mlp": "swiglu", "value_embeddings": False, "window": 0}
-FAMILIES: dict[str, Values] = {
-    "qwen3": _LLAMA,
-    "llama": {**_LLAMA, "qk_norm": False},
-    "gpt2": {
-        **_LLAMA,
-        "norm": "layernorm",
-        "mlp": "gelu",
-        "positions": "learned",
-        "embed_norm": False,
-        "qk_norm": False,
-    },
-}
 BLOCK = 32  # elements of a quantized block in GGUF; smaller remainders stay in float32
 
 

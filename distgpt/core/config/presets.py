@@ -112,6 +112,22 @@ _FROM_PAIRS: Values = {
     "head_lr": 0.0007,
 }
 
+# Choices of --family, as differences from the architecture of `fast`. Its norms without gain and its norm of
+# the embedding can be exported as tensors.
+_FAST_LLAMA: Values = {"mlp": "swiglu", "value_embeddings": False, "window": 0}
+FAMILIES: dict[str, Values] = {
+    "qwen3": _FAST_LLAMA,
+    "llama": {**_FAST_LLAMA, "qk_norm": False},
+    "gpt2": {
+        **_FAST_LLAMA,
+        "norm": "layernorm",
+        "mlp": "gelu",
+        "positions": "learned",
+        "embed_norm": False,
+        "qk_norm": False,
+    },
+}
+
 # A size for minutes on a CPU.
 _FOUR_LAYERS: Values = {
     "n_layer": 4,
@@ -129,12 +145,15 @@ _STUDY = {
     "XL": (8, 512, 512, 16),
 }
 
+# A model this small allows a higher learning rate than `fast`.
+_TINY: Values = {**_FAST, "lr": 0.05}
+
 # Published models and workloads, as differences from the defaults.
 PRESETS: dict[str, Values] = {
-    # Trains on a short text within a minute. A model this small allows a higher learning rate than `fast`.
-    "tiny": {**_FAST, "lr": 0.05},
+    # Trains on a short text within a minute.
+    "tiny": _TINY,
     # A first model: `tiny` learns to write short tales within a minute.
-    "tales": {**_FAST, "lr": 0.05, "data": "tales", "tokenizer": "bpe:1024", "val_fraction": 0.05},
+    "tales": {**_TINY, "data": "tales", "tokenizer": "bpe:1024", "val_fraction": 0.05},
     # The same size with AdamW. With a shorter warm-up, gradient norms reached 17 to 75 on other corpora.
     "tiny-adamw": {
         "positions": "rope",

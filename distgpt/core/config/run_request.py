@@ -27,7 +27,6 @@ ADAPTED_LR = 2e-3  # the maximum for LoRA
 
 # Options of recipes, which are not settings.
 RECIPES = ("decay_from", "within", "depth", "family", "deterministic")
-FAMILIES = ("qwen3", "llama", "gpt2")  # choices of --family
 
 Value = bool | int | float | str
 

@@ -273,9 +273,14 @@ def _spans(question: Question, tokenizer: Tokenizer, seq_len: int) -> list[Span]
         first = starts[start]
         if not 0 < first < len(whole):
             raise DataError("the context or the continuation has no tokens")
-        gone = max(0, len(whole) - seq_len - 1)
-        spans.append(Span(whole[gone:], max(1, first - gone)))
+        spans.append(cut_to_fit(whole, first, seq_len))
     return spans
+
+
+def cut_to_fit(ids: Array, first: int, seq_len: int) -> Span:
+    """Return a span that predicts from index `first` on. If it does not fit the context, its start is cut."""
+    gone = max(0, len(ids) - seq_len - 1)
+    return Span(ids[gone:], max(1, first - gone))
 
 
 def likelihoods(

@@ -9,6 +9,7 @@ from __future__ import annotations
 import csv
 import random
 from collections.abc import Callable, Sequence
+from functools import partial
 from itertools import takewhile
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -22,7 +23,7 @@ from distgpt.core.comm.api import Comm
 from distgpt.core.data.textfile import read_text
 from distgpt.core.data.tokenizers import Tokenizer
 from distgpt.core.train.assessment import Progress, Scorer, Span, with_progress
-from distgpt.inference.evaluation.benchmark import likelihoods
+from distgpt.inference.evaluation.benchmark import cut_to_fit, likelihoods
 
 ORDER_SEED, SHOTS_SEED = 1337, 1234  # of the order of a task's questions, and of the first one's examples
 GREEDY = "language_modeling"  # type of the tasks in which greedy decoding must produce the answer
@@ -147,11 +148,7 @@ def _spans(asked: Asked, place: int, tokenizer: Tokenizer, seq_len: int) -> list
         starts = [len(each) - common for each in tokens]
     else:
         starts = [min(_common(tokens), shortest - 1)] * len(tokens)
-    spans = []
-    for each, start in zip(tokens, starts, strict=True):
-        gone = max(0, len(each) - seq_len - 1)
-        spans.append(Span(np.array(each[gone:]), max(1, start - gone)))
-    return spans
+    return [cut_to_fit(np.array(each), start, seq_len) for each, start in zip(tokens, starts, strict=True)]
 
 
 def _common(sequences: Sequence[Sequence[int]]) -> int:
@@ -175,7 +172,7 @@ class Core:
     def measure(self, scorer: Scorer, progress: Progress | None = None) -> dict[str, Any]:
         """Return the score, and each task's accuracy. Collective."""
         spans = [span for task in self.spans for question in task for span in question]
-        result = with_progress(lambda *how: likelihoods(scorer, *how), spans, scorer.comm, progress)
+        result = with_progress(partial(likelihoods, scorer), spans, scorer.comm, progress)
         found, end = {}, 0
         for asked, questions in zip(self.asked, self.spans, strict=True):
             hits = []

@@ -10,7 +10,7 @@ from typing import Any, Literal, TypeVar
 from distgpt.core.base.checked import checked
 from distgpt.core.base.errors import DataError, UsageError
 from distgpt.core.config import ModelConfig
-from distgpt.core.config.run_request import FAMILIES as FAMILY_CHOICES
+from distgpt.core.config.presets import FAMILIES as FAMILY_CHOICES
 from distgpt.core.ops.api import QK_SCALE
 
 HEAD = "lm_head.weight"  # the same name in every family, without a prefix
