@@ -12,7 +12,8 @@ import time
 
 import pytest
 
-LIMITS = {"test": 4.0, "ci": 40.0}  # seconds of CPU time, which two busy threads of one core nearly double
+# Seconds of CPU time on the slowest machine in use, where most tests take twice as long as on the fastest.
+LIMITS = {"test": 6.0, "ci": 60.0}
 CHECKED = os.environ.get("DISTGPT_TEST_TIERS") == "check"
 LOG = os.environ.get("DISTGPT_TEST_TIERS_LOG")  # a file that gets a line of JSON per test
 STARTS = {"subprocess.Popen", "os.fork", "os.forkpty", "os.posix_spawn", "os.system"}
