@@ -180,6 +180,17 @@ class CudaKernels(MuonKernels):
         of = x, tokens, w, n, width, c
         self.launcher.each("embedding", "add_embedding", gcd(c, width), n * c, *of)
 
+    def previous_tokens(
+        self,
+        out: Array,
+        tokens: Array,
+        seq_len: int,
+        before: Array | None,
+        positions: Array | None = None,
+    ) -> None:
+        of = out, tokens, before, positions, len(out), seq_len
+        self.launcher.start("embedding", "previous_tokens", -(-len(out) // BLOCK), BLOCK, *of)
+
     def _sorted_rows(self, tokens: Array, words: int, name: str) -> Array | None:
         """Sort rows by token, with a stable radix sort of one byte per pass.
 

@@ -133,6 +133,7 @@ def _model(config: ModelConfig, tokenizer: Tokenizer | None) -> dict[str, Any]:
         "tied output layer" if config.tied else "untied output layer",
         ("normalized " + "and scaled " * config.qk_norm_gain + "queries and keys") * config.qk_norm,
         "value embeddings" * config.value_embeddings,
+        "embedding of the previous token" * config.previous_embedding,
         f"windows of {config.window:,} tokens in {count(windows, 'layer')}" * bool(windows),
     ]
     heads = count(config.n_head, "head")

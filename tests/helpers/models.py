@@ -41,6 +41,7 @@ VARIANTS = {
     ),
     "one key for all": replace(BASE, n_kv_head=1, mlp="swiglu"),
     "value embeddings": replace(BASE, n_layer=3, value_embeddings=True, positions="rope", init_weights="unit"),
+    "previous embedding": replace(BASE, previous_embedding=True, positions="rope", embed_norm=True),
     "windows": replace(BASE, n_layer=3, window=4, full_every=2, positions="rope"),
     "windows everywhere": replace(BASE, n_head=6, n_kv_head=2, window=2, full_every=0),
     "one head, one layer": replace(BASE, n_layer=1, n_head=1),
@@ -148,6 +149,8 @@ def plain_trace(c, params, tokens, begins=0):
         return ACTIVATIONS[c.mlp].compute(left)[0] * (right[0] if right else 1)
 
     x = p["wte"][tokens] + (p["wpe"][: len(tokens)] if c.positions == "learned" else 0)
+    if c.previous_embedding:
+        x += p["previous.w"][np.where(at > begins, [0, *tokens[:-1]], 0)]
     x = norm("embed_norm", x) if c.embed_norm else x
     for i in range(c.n_layer):
         hidden.append(x)

@@ -156,6 +156,18 @@ def embed_backward(k, dwte, dwpe, dx, tokens, seq_len, positions=None):
         k.embed_backward(dwte, dwpe, dx, in_order, seq_len, positions)
 
 
+def test_previous_tokens(both):
+    def added(k, x, tokens, w, *of):
+        previous = k.integers(np.full(len(tokens), -1))
+        k.previous_tokens(previous, tokens, *of)
+        k.add_embedding(x, previous, w)
+
+    for case in cases(both):
+        inputs = [case.random(case.n, case.c)], case.ints(case.v, case.n), case.random(case.v, case.c), case.t
+        for of in ((None,), (case.ints(case.v, case.b),), (None, side_by_side(case))):
+            case.check(added, *inputs, *of)
+
+
 def test_add_embedding(both):
     for case in cases(both):
         tokens, w = case.ints(case.v, case.n), case.random(case.v, case.c)

@@ -87,6 +87,7 @@ _FAST: Values = {
     "positions": "rope",
     "qk_norm": True,
     "value_embeddings": True,
+    "previous_embedding": True,
     "bias": False,
     "tied": False,
     "init_weights": "unit",
@@ -114,7 +115,7 @@ _FROM_PAIRS: Values = {
 
 # Choices of --family, as differences from the architecture of `fast`. Its norms without gain and its norm of
 # the embedding can be exported as tensors.
-_FAST_LLAMA: Values = {"mlp": "swiglu", "value_embeddings": False, "window": 0}
+_FAST_LLAMA: Values = {"mlp": "swiglu", "value_embeddings": False, "previous_embedding": False, "window": 0}
 FAMILIES: dict[str, Values] = {
     "qwen3": _FAST_LLAMA,
     "llama": {**_FAST_LLAMA, "qk_norm": False},

@@ -102,6 +102,9 @@ class ModelConfig:
     value_embeddings: bool = of_model(
         False, "Add a learned per-token vector to the values of every other layer."
     )
+    previous_embedding: bool = of_model(
+        False, "Add a second learned vector to each embedding: that of the previous token."
+    )
     window: int = of_model(
         0,
         "Let each token attend to the last N tokens, itself included. 0: no limit.",

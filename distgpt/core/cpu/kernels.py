@@ -154,6 +154,17 @@ class CpuKernels(Kernels):
         w, tokens = self._lookup(w, tokens)
         self._pool.split_range(len(x), ROWS, rowwise.add_embedding, x, tokens, w)
 
+    def previous_tokens(
+        self,
+        out: Array,
+        tokens: Array,
+        seq_len: int,
+        before: Array | None,
+        positions: Array | None = None,
+    ) -> None:
+        of = out, tokens, seq_len, before, positions
+        self._pool.split_range(len(out), ROWS, rowwise.previous_tokens, *of)
+
     # -- norms
 
     def add_norm(

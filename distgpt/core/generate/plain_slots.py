@@ -7,7 +7,7 @@ from math import prod
 
 import numpy as np
 
-from distgpt.core.generate.slots import CHUNK, Feed, SlotKind, check_drop
+from distgpt.core.generate.slots import CHUNK, Feed, SlotKind, TokensInSlots, check_drop
 from distgpt.core.model.model import Model
 from distgpt.core.model.passes import Pass, cache_shape
 from distgpt.core.ops.api import Array
@@ -29,6 +29,7 @@ class PlainSlots:
         self.model = model
         self.count, self.length = count, model.config.seq_len
         self.can_drop = not model.config.has_position_vectors
+        self._tokens = TokensInSlots(count, self.length)
         self._caches: list[Array | None] = [None] * count
         self._longest = Pass(model, 1, 1, training=False)
         self._shorter: dict[int, Pass] = {}  # number of rows → a view of the longest pass
@@ -42,7 +43,8 @@ class PlainSlots:
         end = 0
         for each in work:
             one = self._pass_for(len(each.tokens))
-            hidden = one.forward(k.integers(each.tokens), self._cache(each.slot), k.integers([each.start]))
+            start, before = k.integers([each.start]), k.integers([self._tokens.before(each)])
+            hidden = one.forward(k.integers(each.tokens), self._cache(each.slot), start, before=before)
             if each.wanted:
                 out = self._logits[end : end + each.wanted]
                 one.logits(out, hidden[len(hidden) - each.wanted :])
@@ -53,6 +55,7 @@ class PlainSlots:
 
     def copy(self, source: int, target: int, length: int) -> None:
         """Copy cached tokens. On GPUs through the host, because their arrays have no strided copies."""
+        self._tokens.copy(source, target, length)
         k = self.model.kernels
         old, new = self._cache(source), self._cache(target)
         if k.capabilities.is_async:
@@ -62,6 +65,7 @@ class PlainSlots:
 
     def drop(self, slot: int, count: int, kept: int) -> None:
         check_drop(self, slot, count, kept)
+        self._tokens.drop(slot, count, kept)
         self.model.kernels.move_cached(self._cache(slot), 0, 0, count, kept, self.model.positions.angles)
 
     def _pass_for(self, count: int) -> Pass:

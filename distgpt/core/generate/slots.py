@@ -82,6 +82,25 @@ class Slots(Protocol):
         """
 
 
+class TokensInSlots:
+    """The tokens in slots, since a model with a previous embedding reads the token before a feed."""
+
+    def __init__(self, count: int, length: int) -> None:
+        self._tokens = np.zeros((count, length), np.int32)
+
+    def before(self, feed: Feed) -> int:
+        """Add a feed's tokens. Return the token before them, or 0 if there is none."""
+        row = self._tokens[feed.slot]
+        row[feed.start : feed.start + len(feed.tokens)] = feed.tokens
+        return int(row[feed.start - 1]) if feed.start else 0
+
+    def copy(self, source: int, target: int, length: int) -> None:
+        self._tokens[target, :length] = self._tokens[source, :length]
+
+    def drop(self, slot: int, count: int, kept: int) -> None:
+        self._tokens[slot, :kept] = self._tokens[slot, count : count + kept].copy()
+
+
 class SlotKind(NamedTuple):
     """A kind of slots: a factory, and the bytes per slot."""
 

@@ -6,11 +6,13 @@ from dataclasses import dataclass
 from math import prod
 
 from distgpt.core.model.layers import Linear
+from distgpt.core.model.memory import PREVIOUS
 from distgpt.core.model.model import Architecture
 
 # Kinds in the order of a forward pass, by a part of the name. The first match counts.
 KINDS = {
     "embedding": "wte",
+    "previous embedding": PREVIOUS,
     "value embeddings": ".values.",
     "positions": "wpe",
     "attention": ".attn.",
@@ -75,6 +77,7 @@ def parameters(model: Architecture) -> Parameters:
         kinds[next(kind for kind, sign in KINDS.items() if sign in spec.name)] += spec.size
     each = (config.padded_vocab - config.vocab_size) * config.n_embd
     padding = {"embedding": each, "output layer": 0 if config.tied else each}
+    padding["previous embedding"] = each if config.previous_embedding else 0
     values = [block.values for block in model.blocks if block.values]
     padding["value embeddings"] = sum(each * part.shape[1] // config.n_embd for part in values)
     for kind, size in padding.items():

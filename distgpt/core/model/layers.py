@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from distgpt.core.config import ModelConfig
-from distgpt.core.model.memory import EMBEDDING, HEAD, LEARNED, MATRIX, VALUES, Spec
+from distgpt.core.model.memory import EMBEDDING, HEAD, LEARNED, MATRIX, PREVIOUS, VALUES, Spec
 from distgpt.core.ops.api import (
     Affine,
     Angles,
@@ -411,6 +411,13 @@ class ValueEmbedding(Part):
             self.k.embed_backward(self.dw, None, dqkv, tokens, 1)
 
 
+class PreviousEmbedding(Part):
+    """A trained vector per token that is added to the embedding of the token after it: w (padded V, C)."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__("previous", [Spec(PREVIOUS, (config.padded_vocab, config.n_embd), VALUES)])
+
+
 class LayerNorm(Part):
     """y = (s - mean) / std · w + b over the C channels of a row, after the residual sum s = x + r."""
 
@@ -583,8 +590,8 @@ def more_activations(first: LayerActivations, kernels: Kernels, kept: Sequence[s
 def initial_std(spec: Spec, config: ModelConfig) -> float:
     """Return the standard deviation of a tensor's initial weights.
 
-    GPT-2's is smaller for the two projections per layer into the residual stream. With `unit`, these and
-    learned positions are 0, and the layers' other matrices approximately preserve the size of their input;
+    GPT-2's is smaller for the two projections per layer into the residual stream. With `unit`, these,
+    learned positions and the previous embedding are 0, and the layers' other matrices approximately preserve the size of their input;
     the MLP's first one reduces it.
     """
     into_residual = spec.name.endswith(("attn.proj.w", "mlp.proj.w"))
@@ -592,7 +599,7 @@ def initial_std(spec: Spec, config: ModelConfig) -> float:
         if into_residual and config.init_residual:
             return config.init_std / math.sqrt(2 * config.n_layer)
         return config.init_std
-    if spec.name == LEARNED:
+    if spec.name in (LEARNED, PREVIOUS):
         return 0.0
     if spec.group == EMBEDDING:
         return EMBEDDING_STD

@@ -22,6 +22,7 @@ Value = TypeVar("Value")
 
 ALIGNED = 16  # elements: 64 bytes of float32, as the widest loads and GPU matmuls require
 LEARNED = "wpe"  # name of learned positions, (context, width)
+PREVIOUS = "previous.w"  # name of the embedding of previous tokens, (padded V, width)
 # Groups of parameters, which may have separate learning rates
 GROUPS = ("matrix", "embedding", "values", "head", "vector")
 MATRIX, EMBEDDING, VALUES, HEAD, VECTOR = GROUPS

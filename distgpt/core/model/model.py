@@ -20,6 +20,7 @@ from distgpt.core.model.layers import (
     Linear,
     Part,
     Positions,
+    PreviousEmbedding,
     Tensors,
     initial_std,
 )
@@ -51,6 +52,7 @@ class Architecture:
         norm = NORMS[config.norm]
         self.positions = POSITIONS[config.positions](config)
         self.blocks = [block(config, i, self.positions) for i in range(config.n_layer)]
+        self.previous = PreviousEmbedding(config) if config.previous_embedding else None
         self.embed_norm = norm("embed_norm", config) if config.embed_norm else None
         self.final_norm = norm("final_norm", config) if config.final_norm else None
         # A tied model's output layer is its embedding.
@@ -67,7 +69,10 @@ class Architecture:
         from_last = self.blocks[::-1]
         inner = [part for block in from_last for part in block.parts]
         values = [block.values for block in from_last]
-        parts = [self._head, self.final_norm, *inner, *values, self.embed_norm, self.positions]
+        parts = [
+            *(self._head, self.final_norm, *inner, *values),
+            *(self.previous, self.embed_norm, self.positions),
+        ]
         return [part for part in parts if part is not None]
 
 

@@ -15,6 +15,8 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
 
+import numpy as np
+
 from distgpt.core.config import ModelConfig
 from distgpt.core.model.layers import (
     NORMS,
@@ -24,7 +26,7 @@ from distgpt.core.model.layers import (
     more_activations,
     new_activations,
 )
-from distgpt.core.model.memory import Rows
+from distgpt.core.model.memory import PREVIOUS, Rows
 from distgpt.core.model.model import Model
 from distgpt.core.ops.api import (
     ALL_ROWS,
@@ -60,6 +62,7 @@ class ModelActivations:
     """Arrays before the first and after the last layer, over N rows."""
 
     embedded: Floats2d  # (N, C), the embedding before its norm, if it has one
+    previous: Ints1d | None  # (N,), the token before each token, if its embedding is added
     embed_stats: Stats
     s: Floats2d  # (N, C), output of the last layer
     stats: Stats  # statistics of the final norm
@@ -71,6 +74,7 @@ class ModelActivations:
         stats = NORMS[config.norm].stats
         return cls(
             embedded=kernels.zeros(n, config.n_embd),
+            previous=kernels.integers(np.zeros(n)) if config.previous_embedding else None,
             embed_stats=stats(kernels, n),
             s=kernels.zeros(n, config.n_embd),
             stats=stats(kernels, n),
@@ -155,15 +159,18 @@ class Pass:
         caches: Array | None = None,
         start: Ints1d | None = None,
         slots: Ints1d | None = None,
+        before: Ints1d | None = None,
     ) -> Floats2d:
         """Compute the last hidden states (N, C) of tokens (N,), the input of the output layer.
 
         With `caches` (layers, 2, L, K, T_max, head), the tokens follow `start` others whose k and v are
-        cached in `slots`; see `attention_cached`. Multiple sequences must then be one slice.
+        cached in `slots`; see `attention_cached`. `before` (sequences,) are the last of these tokens, which a
+        previous embedding needs. Multiple sequences must then be one slice.
         """
         for layers in self.model.groups:  # a single group, unless layers make their weights one at a time
             self.model.prepare(layers)
-            self.k.each(partial(self._forward_slice, layers, tokens, caches, start, slots), len(self.slices))
+            forward = partial(self._forward_slice, layers, tokens, caches, start, slots, before)
+            self.k.each(forward, len(self.slices))
         return self.around.all.hidden
 
     def logits(self, out: Floats2d, hidden: Floats2d) -> None:
@@ -216,6 +223,7 @@ class Pass:
         caches: Array | None,
         start: Ints1d | None,
         slots: Ints1d | None,
+        before: Ints1d | None,
         number: int,
     ) -> None:
         """Run one slice through these layers, including the embedding and the final norm at the ends."""
@@ -228,7 +236,7 @@ class Pass:
         into = [*(each.s1 for each in acts[1:]), last]  # destination of each layer's output
         first = layers.start
         if first == 0:
-            self._embed(acts[0].s1, own, start, number)
+            self._embed(acts[0].s1, own, start, before, number)
             x, r = acts[0].s1, None
         else:
             x, r = model.blocks[first - 1].output(acts[first - 1], into[first - 1])
@@ -250,7 +258,9 @@ class Pass:
         elif r is not None:
             self.k.add(around.hidden, x, r)
 
-    def _embed(self, x: Floats2d, tokens: Ints1d, start: Ints1d | None, number: int) -> None:
+    def _embed(
+        self, x: Floats2d, tokens: Ints1d, start: Ints1d | None, before: Ints1d | None, number: int
+    ) -> None:
         """x (n, C) ← the embedding of the n tokens of a slice, normalized if there is an embedding norm."""
         model = self.model
         around = self.around.slices[number]
@@ -258,6 +268,9 @@ class Pass:
         wte = model.tensors["wte"]
         positions = self._positions_of(number)
         self.k.embed(embedded, tokens, wte, model.positions.wpe, self.seq_len, start, positions)
+        if around.previous is not None:
+            self.k.previous_tokens(around.previous, tokens, self.seq_len, before, positions)
+            self.k.add_embedding(embedded, around.previous, model.tensors[PREVIOUS])
         if model.embed_norm is not None:
             model.embed_norm.forward(x, embedded, around.embed_stats, embedded, None)
 
@@ -350,7 +363,7 @@ class Pass:
             model.embed_norm.backward(tmp.din, None, tmp.in_sums, dx, None, embedded, stats)
             model.embed_norm.weight_gradients(tmp.in_sums, dx, embedded, stats, accumulate)
             dx = tmp.din
-        if dwte is None:  # neither wte nor wpe is trained
+        if dwte is None:  # no embedding is trained
             return
         if not accumulate:
             if not model.config.tied:  # if tied, the head has already written to dwte
@@ -358,6 +371,13 @@ class Pass:
             if dwpe is not None:
                 self.k.zero(dwpe)
         self.k.embed_backward(dwte, dwpe, dx, tokens, self.seq_len, self.positions)
+        previous = self.around.all.previous
+        if previous is not None:
+            dprevious = model.grads[PREVIOUS]
+            if not accumulate:
+                self.k.zero(dprevious)
+            in_order = self.k.sort_tokens(previous, model.config.padded_vocab)
+            self.k.embed_backward(dprevious, None, dx, in_order, self.seq_len)
 
 
 EVEN_ENOUGH = 8  # sequences per worker

@@ -206,6 +206,24 @@ class Kernels:
         """The last columns of x[n] += w[tokens[n]]. x (N, ≥ C), tokens (N,), w (V, C)"""
         x[:, -w.shape[1] :] += w[tokens]
 
+    def previous_tokens(
+        self,
+        out: Ints1d,
+        tokens: Ints1d,
+        seq_len: int,
+        before: Ints1d | None,
+        positions: Ints1d | None = None,
+    ) -> None:
+        """out[n] ← tokens[n - 1]. The first of each of B sequences gets before[b], or 0 without `before`.
+
+        With `positions`, which excludes `before`, tokens at position 0 get 0. All (N,) except before (B,)
+        """
+        out[1:] = tokens[:-1]
+        if positions is not None:
+            out[positions == 0] = 0
+        else:
+            out[::seq_len] = 0 if before is None else before
+
     # -- norms: layer norm, or RMS norm if stats.mean is None
 
     def add_norm(

@@ -472,7 +472,8 @@ def warmup_pass(kernels: Kernels, config: RunConfig, strategy: Strategy) -> None
     strategy.warmup_pass(model)
     # Generation feeds one token at a time with a cache, which uses other loops, and other GPU kernels.
     sample, cache = Pass(model, 1, 1, training=False), kernels.zeros(*cache_shape(config.model))
-    hidden = sample.forward(tokens[:1], cache, kernels.integers([0]))
+    start, before = kernels.integers([0]), kernels.integers([0])
+    hidden = sample.forward(tokens[:1], cache, start, before=before)
     sample.logits(kernels.zeros(1, config.model.padded_vocab), hidden)
 
 

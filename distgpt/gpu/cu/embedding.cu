@@ -30,6 +30,16 @@ __device__ void add_embedding(stored* x, const int* tokens, const stored* w, int
     store<W>(to, sum);
 }
 
+// out[i] ← tokens[i - 1]. The first of each sequence gets before[sequence], or 0 if it is null, and tokens at
+// position 0 get 0 if there are positions.
+extern "C" __global__ void previous_tokens(int* out, const int* tokens, const int* before,
+                                           const int* positions, int n, int seq_len) {
+    const int i = blockIdx.x * blockDim.x + threadIdx.x;
+    if (i >= n) return;
+    const bool begins = positions ? positions[i] == 0 : i % seq_len == 0;
+    out[i] = !begins ? tokens[i - 1] : before ? before[i / seq_len] : 0;
+}
+
 // dwpe[t] += Σ over sequences of dx[sequence · seq_len + t]
 template <int W>
 __device__ void position_gradient(real* dwpe, const stored* dx, int n, int seq_len, int c) {

@@ -12,7 +12,16 @@ import numpy as np
 from distgpt.core.generate.plain_slots import PLAIN
 from distgpt.core.generate.request import Likelihood, Sampling
 from distgpt.core.generate.sampling import candidates, choose, drawn_at
-from distgpt.core.generate.slots import Choice, Feed, Rows, SlotKind, Slots, check_drop, check_feeds
+from distgpt.core.generate.slots import (
+    Choice,
+    Feed,
+    Rows,
+    SlotKind,
+    Slots,
+    TokensInSlots,
+    check_drop,
+    check_feeds,
+)
 from distgpt.core.model.model import Model
 from distgpt.core.model.passes import Pass, cache_shape
 from distgpt.core.ops.api import Array, Work
@@ -149,7 +158,8 @@ class BatchedSlots:
         self._batches: dict[int, _Batch] = {}
         self._longest = Pass(model, 1, min(ALIKE, self.length), training=False, workers=1)
         self._logits = k.zeros(1, padded)
-        self._start, self._slot = k.integers([0]), k.integers([0])
+        self._start, self._slot, self._before = k.integers([0]), k.integers([0]), k.integers([0])
+        self._tokens = TokensInSlots(count, self.length)
 
     def feed(self, work: Sequence[Feed]) -> Rows:
         """Compute logits (see `Slots`). Feeds whose choice needs only a few get a `TopKLogits`."""
@@ -175,10 +185,12 @@ class BatchedSlots:
         return np.stack(result) if result else np.zeros((0, vocab), np.float32)
 
     def copy(self, source: int, target: int, length: int) -> None:
+        self._tokens.copy(source, target, length)
         self.model.kernels.move_cached(self.cache, target, source, 0, length, None)
 
     def drop(self, slot: int, count: int, kept: int) -> None:
         check_drop(self, slot, count, kept)
+        self._tokens.drop(slot, count, kept)
         self.model.kernels.move_cached(self.cache, slot, slot, count, kept, self.model.positions.angles)
 
     # -- decoding
@@ -190,9 +202,10 @@ class BatchedSlots:
             work = self._decoding.reshaped(rows, 1)
             self._batches[rows] = _Batch(self.model, work, self.cache, self._decoded[:rows])
         batch = self._batches[rows]
-        inputs = np.zeros((3, rows), np.int32)
+        inputs = np.zeros((4, rows), np.int32)
         inputs[2] = -1  # padding rows have no slot
-        columns = [(feed.tokens[0], feed.start, feed.slot) for feed, _, _ in some]
+        before = self._tokens.before
+        columns = [(feed.tokens[0], feed.start, feed.slot, before(feed)) for feed, _, _ in some]
         inputs[:, : len(some)] = np.transpose(columns)
         self.model.kernels.put(batch.inputs, inputs)
         batch.run()
@@ -252,10 +265,11 @@ class BatchedSlots:
         tokens[: len(some.tokens)] = some.tokens
         k.put(self._start, np.array([some.start]))
         k.put(self._slot, np.array([some.slot]))
+        k.put(self._before, np.array([self._tokens.before(some)]))
         if rows > self._longest.n_rows:
             self._longest = Pass(self.model, 1, rows, training=False, workers=1)
         work = self._longest if rows == self._longest.n_rows else self._longest.reshaped(1, rows)
-        return work.forward(k.integers(tokens), self.cache, self._start, self._slot)
+        return work.forward(k.integers(tokens), self.cache, self._start, self._slot, self._before)
 
     def _rows_of(self, some: Feed) -> int:
         """Return the padded number of tokens, limited by the context."""
@@ -271,7 +285,7 @@ class _Batch:
 
     def __init__(self, model: Model, work: Pass, cache: Array, logits: Array) -> None:
         self.rows, self._model, self._logits = work.n_rows, model, logits
-        self.inputs = model.kernels.integers(np.zeros((3, self.rows)))  # tokens, starts, slots
+        self.inputs = model.kernels.integers(np.zeros((4, self.rows)))  # tokens, starts, slots, before
         self.topk_logits: list[Array] = []  # tokens and logits that `choose` found
         self._choose: dict[int, tuple[Work, Array, Array]] = {}
         self._how = model.kernels.scalars(2 * self.rows).reshape(self.rows, 2)  # temperatures, random numbers
@@ -281,8 +295,7 @@ class _Batch:
         self.run: Work = model.kernels.record(partial(self._run, work, cache))
 
     def _run(self, work: Pass, cache: Array) -> None:
-        tokens, start, slots = self.inputs
-        work.logits(self._logits, work.forward(tokens, cache, start, slots))
+        work.logits(self._logits, work.forward(self.inputs[0], cache, *self.inputs[1:]))
 
     def choose(self, count: int) -> None:
         """Find the top `count` tokens of each row."""

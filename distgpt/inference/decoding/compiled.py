@@ -16,7 +16,7 @@ from distgpt.core.cpu.graphs.calls import PackedArgs
 from distgpt.core.cpu.graphs.launch import ParallelLaunch
 from distgpt.core.cpu.kernels import CpuKernels
 from distgpt.core.cpu.pool import pool_of
-from distgpt.core.generate.slots import CHUNK, Feed, SlotKind, check_drop, check_feeds
+from distgpt.core.generate.slots import CHUNK, Feed, SlotKind, TokensInSlots, check_drop, check_feeds
 from distgpt.core.model.model import Model
 from distgpt.core.ops.api import Array
 from distgpt.core.ops.low_precision import BITS
@@ -75,6 +75,7 @@ class CompiledSlots:
         weights = packing.weights
         self.count, self.length, self.can_drop = count, config.seq_len, not config.has_position_vectors
         self._kind = decode.kind_of(config)
+        self._tokens = TokensInSlots(count, self.length)
         cached = _cache_dtype(kernels)
         self.cache = cache_of(config, count, cached)
         rows = _rows(packing, config, most_rows(config, count))
@@ -85,7 +86,7 @@ class CompiledSlots:
         self._pool = pool_of(kernels.threads if elements >= WORTHWHILE else 1)
         zeros = partial(np.zeros, dtype=np.int64)
         most = self._most
-        self._inputs = decode.Inputs(zeros(most), feeds=zeros((most, 5)), wanted=zeros(most))
+        self._inputs = decode.Inputs(zeros(most), feeds=zeros((most, 6)), wanted=zeros(most))
         self._counter = counters(1, self._pool.threads)[0]
         shared = self._kind, weights, rows, self.cache, self._inputs
         members = range(self._pool.threads)
@@ -111,10 +112,12 @@ class CompiledSlots:
         return logits
 
     def copy(self, source: int, target: int, length: int) -> None:
+        self._tokens.copy(source, target, length)
         copy_slot(self.cache, source, target, length)
 
     def drop(self, slot: int, count: int, kept: int) -> None:
         check_drop(self, slot, count, kept)
+        self._tokens.drop(slot, count, kept)
         layers, _, heads = self.cache.keys.shape[:3]
         self._pool.split_range(layers * heads, 1, shift_cache, self.cache, slot, *self._angles, count, kept)
 
@@ -123,7 +126,8 @@ class CompiledSlots:
         feeds: list[tuple[int, ...]] = []
         wanted: list[int] = []
         for each in part:
-            feeds.append((len(tokens), len(each.tokens), each.slot, each.start, each.wanted))
+            before = self._tokens.before(each)
+            feeds.append((len(tokens), len(each.tokens), each.slot, each.start, each.wanted, before))
             tokens.extend(each.tokens)
             wanted.extend(range(len(tokens) - each.wanted, len(tokens)))
         if min(tokens) < 0 or max(tokens) >= self._kind.vocab_size:

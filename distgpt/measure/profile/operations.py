@@ -42,7 +42,7 @@ ROWS: dict[str, tuple[str, ...]] = {
     ),
     "Activation forward": (),
     "Activation backward": (),
-    "Embedding forward": ("embed", "add_embedding"),
+    "Embedding forward": ("embed", "previous_tokens", "add_embedding"),
     "Embedding backward": ("zero", "sort_tokens", "embed_backward"),
     "Head and cross-entropy": ("linear_cross_entropy",),
     CROSS_ENTROPY: ("sum",),

@@ -21,7 +21,7 @@ from distgpt.core.config import ModelConfig
 from distgpt.core.cpu.kernels import CpuKernels
 from distgpt.core.data.textfile import read_text
 from distgpt.core.model.layers import activation_widths
-from distgpt.core.model.memory import FlatBuffer, Layout
+from distgpt.core.model.memory import PREVIOUS, FlatBuffer, Layout
 from distgpt.core.model.model import Architecture, Model
 from distgpt.core.model.passes import Pass
 from distgpt.core.ops.api import Affine, Array, Floats2d
@@ -92,6 +92,8 @@ def _by_name(config: ModelConfig, packed: Weights) -> dict[str, Packed]:
     layer("mlp.fc", hidden, c, packed.fc, *([packed.gates] if config.gated else []))
     layer("mlp.proj", c, hidden, packed.proj)
     result["wte"] = Packed((packed.embedding,), (config.vocab_size,), c)
+    if config.previous_embedding:
+        result[PREVIOUS] = Packed((packed.previous,), (config.vocab_size,), c)
     for i, values in zip(config.value_layers, packed.values, strict=True):
         kv = config.kv_heads * config.head_size
         result[f"blocks.{i}.values.w"] = Packed((values,), (config.vocab_size,), kv)

@@ -46,6 +46,16 @@ def add_embedding(first, last, x, tokens, w):
             put(xi, j, get(xi, j) + get(row, j))
 
 
+@jit
+def previous_tokens(first, last, out, tokens, seq_len, before, positions):
+    for i in range(first, last):
+        begins = i % seq_len == 0 if positions is None else positions[i] == 0
+        if begins:
+            out[i] = 0 if before is None else before[i // seq_len]
+        else:
+            out[i] = tokens[i - 1]
+
+
 @inline
 def add_to(total, x):
     for j in range(total.shape[0]):

@@ -30,7 +30,7 @@ OF_LOOPS = frozenset(
         *("embed", "embed_backward", "linear", "linear_act", "linear_backward", "linear_backward_act"),
         *("linear_backward_weights", "muon", "muon_momentum", "norm_backward", "norm_backward_weights"),
         *("orthogonalise", "qk_norm", "qk_norm_backward", "qk_norm_gain", "qk_norm_gain_backward", "rope"),
-        *("sum_rows", "zero"),
+        *("previous_tokens", "sum_rows", "zero"),
     )
 )
 # Argument positions of `start` in these operations. They read it if tokens follow others in a cache.

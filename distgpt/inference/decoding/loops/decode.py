@@ -59,10 +59,13 @@ class Rows(NamedTuple):
 
 
 class Inputs(NamedTuple):
-    """Memory for a call's input. A feed has (first row, rows, slot, earlier tokens, rows with logits)."""
+    """Memory for a call's input.
+
+    A feed has (first row, rows, slot, number of earlier tokens, rows with logits, last earlier token).
+    """
 
     tokens: Array
-    feeds: Array  # int64 (F, 5)
+    feeds: Array  # int64 (F, 6)
     wanted: Array  # rows whose logits are needed
 
 
@@ -148,6 +151,10 @@ def _embed(first, last, kind, weights, s, work):
             added = weights.places[min(place, weights.places.shape[0] - 1)]
             for j in range(x.shape[0]):
                 x[j] = element(weights.embedding, token, j) + added[j]
+            if weights.previous.shape[0]:
+                token = work.tokens[row - 1] if row > start else work.feeds[f, 5]
+                for j in range(x.shape[0]):
+                    x[j] += element(weights.previous, token, j)
             if kind.embed_norm:
                 norm_row(kind, weights.norms[weights.norms.shape[0] - 2], x, x)
 

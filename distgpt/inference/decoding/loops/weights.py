@@ -16,6 +16,7 @@ from distgpt.core.config import ModelConfig
 from distgpt.core.cpu.compiling.jit import jit
 from distgpt.core.cpu.matmul.packing import COLUMNS, aligned, pack_transposed
 from distgpt.core.cpu.pool import Pool
+from distgpt.core.model.memory import PREVIOUS
 from distgpt.core.ops.api import Angles, Array
 from distgpt.core.ops.low_precision import BITS, from_bfloat16
 from distgpt.inference.decoding.loops.operands import UNIT
@@ -40,6 +41,7 @@ class Weights(NamedTuple):
     head_gains: Array  # (2, layers, head): gains of queries and keys; 0 layers if there are none
     head: Array  # (panels, elements of a panel)
     embedding: Array  # like head, and the same memory if they are tied
+    previous: Array  # embedding of previous tokens, without panels if there is none
     values: Array  # value embeddings of the layers that have them, as Layer.w
     windows: Array  # int64 (layers,), window of attention; T if unlimited
     places: Array  # (T, C), or zeros (1, C)
@@ -110,6 +112,7 @@ def packed_weights(
         head_gains=_head_gains(config, params, block),
         head=head,
         embedding=embedding,
+        previous=matrix(PREVIOUS, vocab) if config.previous_embedding else head[:0],
         values=_values(config, params, packed) if config.value_layers else head[None][:0],
         windows=np.array([window or config.seq_len for window in config.windows], np.int64),
         places=wide(params["wpe"]) if "wpe" in params else np.zeros((1, c), np.float32),
