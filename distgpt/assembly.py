@@ -99,10 +99,20 @@ class AllComponents(Components):
 
     # Text and files
 
-    def text_kind(self, path: Path) -> str:
+    def text_kind(self, data: str) -> str:
+        from distgpt.core.data.textfile import resolve_data
+
+        if ":" in data:
+            from distgpt.corpora.mixture import sources_of
+
+            if sources := sources_of(data):
+                for name in sources:
+                    resolve_data(name)
+                return "mixture"
+        path = resolve_data(data)
         if path.is_dir():
             return "shards" if (path / "manifest.json").is_file() else "documents"
-        return "documents" if path.name.lower().endswith(DOCUMENT_ENDINGS) else super().text_kind(path)
+        return "documents" if path.name.lower().endswith(DOCUMENT_ENDINGS) else super().text_kind(data)
 
     def text(self, kind: str) -> TextKind:
         if kind == "documents":
@@ -113,6 +123,10 @@ class AllComponents(Components):
             from distgpt.corpora.shards import SHARDS
 
             return SHARDS
+        if kind == "mixture":
+            from distgpt.corpora.mixture import MIXTURE
+
+            return MIXTURE
         if kind == "packing":
             from distgpt.corpora.packing import PACKED
 

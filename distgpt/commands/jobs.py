@@ -220,10 +220,8 @@ def _name_of(out: Path, system: System) -> str:
 
 def _refuse_unready(runs: Iterable[RunConfig]) -> None:
     """Reject missing files, and download tokenizers, since nodes may have no network."""
-    from distgpt.core.data.loading import refuse_missing
-    from distgpt.core.data.textfile import resolve_data
+    from distgpt.core.data.loading import kind_of, refuse_missing
     from distgpt.core.data.tokenizers import load_tokenizer
-    from distgpt.corpora.shards import is_shards
     from distgpt.corpora.tokenizers.third_party import PREFIX
 
     fetched = set()
@@ -232,7 +230,7 @@ def _refuse_unready(runs: Iterable[RunConfig]) -> None:
         if t.hellaswag and not Path(t.hellaswag).is_file():
             raise DataError(f"--hellaswag {t.hellaswag} does not exist")
         # GPT-2's tokenizer is not needed for shards, or if the model has its own.
-        is_gpt2 = t.tokenizer == "gpt2" and not (t.init or is_shards(resolve_data(t.data)))
+        is_gpt2 = t.tokenizer == "gpt2" and not (t.init or kind_of(t.data) == "shards")
         if is_gpt2 or t.tokenizer.startswith(PREFIX):
             fetched.add(t.tokenizer)
     for name in fetched:

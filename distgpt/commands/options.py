@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import math
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -140,6 +141,14 @@ def parsed_settings(context: click.Context, param: click.Parameter, pairs: Seque
     return result
 
 
+def joined_sources(context: click.Context, param: click.Parameter, sources: Sequence[str]) -> str | None:
+    """Return the value of the setting `data`. Only sources with weights can be combined."""
+    for source in sources if len(sources) > 1 else ():
+        if not re.search(r".:[^:,/\\]*$", source):
+            raise UsageError(f"--data {source} must have a weight if there are several: --data {source}:1")
+    return ",".join(sources) or None
+
+
 def setting_option(name: str, about: Setting, **more: Any) -> Callable[[F], F]:
     """Add the option of a setting. `more`: arguments of click.option that override the setting's."""
     from_setting = {
@@ -149,6 +158,7 @@ def setting_option(name: str, about: Setting, **more: Any) -> Callable[[F], F]:
         "first": about.first,
         "undecided": about.undecided,
         "shell_complete": COMPLETED.get(name),
+        **({"multiple": True, "callback": joined_sources} if name == "data" else {}),
     }
     return option(spelled(name, about), name, **{**from_setting, **more})
 

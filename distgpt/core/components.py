@@ -104,8 +104,11 @@ class Components:
 
         return Batches
 
-    def text_kind(self, path: Path) -> str:
-        """Return the kind of the text at this path. Only for rank 0: other ranks may not have the path."""
+    def text_kind(self, data: str) -> str:
+        """Return the kind of the text that --data names. Only for rank 0: others may not have the path."""
+        from distgpt.core.data.textfile import resolve_data
+
+        resolve_data(data)
         return "plain"
 
     def text(self, kind: str) -> TextKind:

@@ -11,18 +11,18 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections import Counter, defaultdict
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 
 from distgpt.core.base.errors import DataError, Say, UsageError
 from distgpt.core.base.formatting import count
-from distgpt.core.comm.agree import collective_error, on_every_rank
+from distgpt.core.comm.agree import collective_error, on_every_rank, on_root
 from distgpt.core.comm.api import Comm
 from distgpt.core.components import components
 from distgpt.core.config import RunConfig
 from distgpt.core.data.batches import Batches, Tokens
-from distgpt.core.data.loading import Corpus, DataRequest, kind_of, load_one
+from distgpt.core.data.loading import Corpus, DataRequest, kind_of
 from distgpt.core.ops.api import Array
 
 AT_ONCE = 1 << 22  # tokens searched at a time
@@ -92,7 +92,10 @@ class _Packed:
         components().text(kind_of(request.data)).refuse_missing(request)
 
     def load(self, comm: Comm, request: DataRequest, say: Say) -> Corpus:
-        result = load_one(comm, replace(request, kind=""), say)
+        kind = on_root(comm, lambda: kind_of(request.data))
+        result = components().text(kind).load(comm, request, say)
+        if kind == "mixture":  # which loads each source with this class
+            return result
         return PackedCorpus(result.tokenizer, result.train, result.val, result.separator, result.notes)
 
 

@@ -21,7 +21,7 @@ from distgpt.core.config import ON_GPU, GpuConfig, RunConfig, TrainConfig
 from distgpt.core.config.run_request import RunRequest
 from distgpt.core.cpu.stages import Stage, expected_dtype, open_stage
 from distgpt.core.data.batches import ArrayTokens, Batches
-from distgpt.core.data.textfile import BUNDLED_TEXTS, resolve_data
+from distgpt.core.data.textfile import BUNDLED_TEXTS
 from distgpt.core.model.counts import operations, parameters
 from distgpt.core.model.model import Architecture, flag_count
 from distgpt.core.ops.kernels import Kernels
@@ -29,6 +29,7 @@ from distgpt.core.train.memory import SPARE, fitting, needed
 from distgpt.core.train.parallel_strategy import GradientSync, Strategy
 from distgpt.core.train.plan import DTYPE, is_open, new_run, reject_unsuited
 from distgpt.core.train.step import Step
+from distgpt.corpora.mixture import paths_of, sources_of
 from distgpt.corpora.prepare.tokenized import vocabulary_size
 from distgpt.corpora.shards import Manifest, is_shards, read_manifest
 
@@ -74,7 +75,8 @@ def estimate(question: Question, say: Say, ready: Stage | None = None) -> Facts:
     """
     _refuse_nonsense(question)
     t = question.run.train
-    shards = read_manifest(Path(t.data)) if t.data not in BUNDLED_TEXTS and is_shards(Path(t.data)) else None
+    paths = [Path(name) for name in sources_of(t.data) or [t.data] if name not in BUNDLED_TEXTS]
+    shards = next((read_manifest(path) for path in paths if is_shards(path)), None)
     # Evaluation needs memory.
     assessed = bool(t.eval_every or t.val or t.val_fraction or t.hellaswag or (shards and shards.of("val")))
     site = _site(question, ready)
@@ -156,7 +158,7 @@ def _with_vocabulary(run: RunConfig, shards: Manifest | None) -> RunConfig:
     """Return the run with the tokenizer's vocabulary size, if it sets none."""
     if run.model.vocab_size:
         return run
-    size = shards.vocab_size if shards else vocabulary_size(run.train.tokenizer, resolve_data(run.train.data))
+    size = shards.vocab_size if shards else vocabulary_size(run.train.tokenizer, *paths_of(run.train.data))
     return replace(run, model=replace(run.model, vocab_size=size))
 
 

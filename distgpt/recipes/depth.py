@@ -15,6 +15,7 @@ from distgpt.core.config.run_request import RunRequest
 from distgpt.core.data.textfile import resolve_data
 from distgpt.core.data.tokenizers import AUTO
 from distgpt.core.train.plan import begins_anew
+from distgpt.corpora.mixture import paths_of
 from distgpt.corpora.prepare.documents import FIELD, TEXT, Input, Offset, find_inputs, opened, parts, pieces
 from distgpt.corpora.prepare.tokenized import vocabulary_size
 from distgpt.corpora.shards import ShardTokens, is_shards, read_manifest, shards_tokenizer
@@ -89,7 +90,7 @@ def described(run: RunConfig) -> str:
     text = text_of({**given, "vocab_size": model.vocab_size})
     size, per_step = parameters(model.n_layer, text.vocab_size), t.batch_size * model.seq_len
     read = per_step * t.steps
-    tokenizer = "the shards'" if is_shards(resolve_data(t.data)) else t.tokenizer
+    tokenizer = "the shards'" if any(map(is_shards, paths_of(t.data))) else t.tokenizer
     noise = f" with {t.input_noise:.0%} random input tokens" if t.input_noise else ""
     until = f", for {clock(60 * t.train_minutes)}" if t.train_minutes else ""
     rows = {
@@ -118,32 +119,56 @@ def _evaluations(tokens: float, steps: int, held_out: float) -> dict[str, Any]:
 
 def held_out_tokens(given: Mapping[str, Any], text: Text) -> float:
     """Return about how many tokens these settings hold out for validation."""
+    known, paths = {**given, "vocab_size": text.vocab_size}, paths_of(given.get("data", "corpus"))
     if fraction := float(given.get("val_fraction", 0.0)):
-        return text.tokens * fraction / max(1e-6, 1 - fraction)
-    path = resolve_data(given.get("val") or given.get("data", "corpus"))
-    if is_shards(path):
-        manifest = read_manifest(path)
-        return manifest.tokens("val") or manifest.tokens("train")
-    return text_of({**given, "data": str(path), "vocab_size": text.vocab_size}).tokens
+        return sum(_text_at(path, known).tokens for path in paths) * fraction / max(1e-6, 1 - fraction)
+    if given.get("val"):
+        path = resolve_data(given["val"])
+        return (is_shards(path) and read_manifest(path).tokens("val")) or _text_at(path, known).tokens
+    return sum(read_manifest(path).tokens("val") for path in paths if is_shards(path))
 
 
 def holds_out(given: Mapping[str, Any]) -> bool:
     """Return whether these settings hold out validation data."""
     if given.get("val") or given.get("val_fraction"):
         return True
-    path = resolve_data(given.get("data", "corpus"))
-    return is_shards(path) and bool(read_manifest(path).of("val"))
+    paths = paths_of(given.get("data", "corpus"))
+    return any(is_shards(path) and bool(read_manifest(path).of("val")) for path in paths)
 
 
 def text_of(given: Mapping[str, Any]) -> Text:
     """Return the size of the text in these settings, estimated from the bytes of its files."""
-    path, tokenizer = resolve_data(given.get("data", "corpus")), given.get("tokenizer", AUTO)
+    shares, tokenizer = paths_of(given.get("data", "corpus")), given.get("tokenizer", AUTO)
+    path, *others = shares
+    if not others:
+        return _text_at(path, given)
+    entries = given.get("vocab_size", 0)
+    if shards := [path for path in shares if is_shards(path)]:
+        whole = _text_at(shards[0], given)
+    elif tokenizer == AUTO:
+        whole = text_to_learn_from(sum(_bytes_at(path, given) for path in shares), entries)
+    else:
+        whole = Text(1.0, entries or vocabulary_size(tokenizer, *shares))
+    known = {**given, "vocab_size": whole.vocab_size}
+    # One pass over this number of tokens reads the average sequence once.
+    passes = sum(share * share / _text_at(path, known).tokens for path, share in shares.items())
+    return replace(whole, tokens=1 / passes)
+
+
+def _bytes_at(path: Path, given: Mapping[str, Any]) -> float:
+    files, held_out = find_inputs((path,)), float(given.get("val_fraction", 0.0))
+    return max(1.0, (1 - held_out) * sum(file.bytes * (UNPACKED if file.compressed else 1) for file in files))
+
+
+def _text_at(path: Path, given: Mapping[str, Any]) -> Text:
     if is_shards(path):
         manifest = read_manifest(path)
         return Text(max(1, manifest.tokens("train")), manifest.vocab_size)
-    files, held_out = find_inputs((path,)), given.get("val_fraction", 0.0)
-    size = max(1, (1 - held_out) * sum(file.bytes * (UNPACKED if file.compressed else 1) for file in files))
-    entries = given.get("vocab_size", 0)
+    size, tokenizer, entries = (
+        _bytes_at(path, given),
+        given.get("tokenizer", AUTO),
+        given.get("vocab_size", 0),
+    )
     if tokenizer == AUTO:
         return text_to_learn_from(size, entries)
     entries = entries or vocabulary_size(tokenizer, path)

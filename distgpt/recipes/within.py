@@ -19,13 +19,13 @@ from distgpt.core.config.run_request import RunRequest
 from distgpt.core.cpu import first_use
 from distgpt.core.cpu.stages import Notes, Stage, report_compiling
 from distgpt.core.data.batches import ArrayTokens, Batches
-from distgpt.core.data.textfile import resolve_data
 from distgpt.core.data.tokenizers import AUTO, BYTE, load_tokenizer
 from distgpt.core.train.interfaces import KEPT
 from distgpt.core.train.plan import DTYPE, begins_anew, is_open
 from distgpt.core.train.resume import saved_run
 from distgpt.core.train.run import Run
 from distgpt.core.train.setup import compile_once_per_node, make_steps
+from distgpt.corpora.mixture import paths_of
 from distgpt.corpora.tokenizers.bpe import LARGE, learned_size
 from distgpt.recipes.depth import difficulty, holds_out, text_of, titled
 from distgpt.recipes.derived import configured
@@ -96,7 +96,8 @@ def with_clock(request: RunRequest, stage: Stage, say: Say) -> RunRequest:
 
 def _text(given: Mapping[str, Any]) -> tuple[Text, bool]:
     """Return the estimated facts of the text, and whether part is held out. Only on rank 0."""
-    hard = difficulty(resolve_data(str(given.get("data", "corpus"))))
+    shares = paths_of(str(given.get("data", "corpus")))
+    hard = sum(share * difficulty(path) for path, share in shares.items())
     return replace(text_of(given), difficulty=hard), holds_out(given)
 
 

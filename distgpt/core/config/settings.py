@@ -230,7 +230,8 @@ class TrainConfig:
     data: str = of_data(
         "corpus",
         "Training data: a bundled text (tales, corpus, story, names), a text file, a directory of token"
-        " shards, or documents (a directory of text files, .jsonl, .parquet, .gz).",
+        " shards, or documents (a directory of text files, .jsonl, .parquet, .gz). Several with weights:"
+        " --data a.txt:3 --data b/:1, or a.txt:3,b/:1.",
         changeable=True,  # the content is compared on resume
         first=True,
     )

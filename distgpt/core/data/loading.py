@@ -93,8 +93,8 @@ class TextKind(Protocol):
 
 
 def kind_of(data: str) -> str:
-    """Return the kind of text in a file or directory, by name and content."""
-    return components().text_kind(resolve_data(data))
+    """Return the kind of text that --data or --val names. Raise a DataError if it does not exist."""
+    return components().text_kind(data)
 
 
 def refuse_missing(texts: Iterable[str], tokenizer: str, kind: str = "") -> None:

@@ -19,7 +19,7 @@ from distgpt.core.config import AUTO_DTYPE, RunConfig, TrainConfig, differences
 from distgpt.core.config.run_request import RunRequest, resolve, resumed
 from distgpt.core.cpu.stages import Stage
 from distgpt.core.data.batches import refuse_uneven
-from distgpt.core.data.textfile import resolve_data
+from distgpt.core.data.loading import kind_of
 from distgpt.core.saved.checkpoint import State, load_state
 from distgpt.core.saved.modelfile import Description, read_description
 from distgpt.core.saved.rundir import RunDirectory, place_for
@@ -130,7 +130,7 @@ def _refuse_moved(t: TrainConfig) -> None:
     """Raise an error if a resumed run's text or model cannot be found."""
     for option, text in {"--data": t.data, "--val": t.val or t.data}.items():
         try:
-            resolve_data(text)
+            kind_of(text)
         except DataError as error:
             raise DataError(f"{error}; pass the text's new path with {option}") from None
     components().model(t).reject_moved(t)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -155,7 +155,7 @@ def learn_file(
     return f"{out}: {learned.describe()}{'; no more pairs are frequent enough' if fewer else ''}"
 
 
-def vocabulary_size(tokenizer: str, path: Path) -> int:
+def vocabulary_size(tokenizer: str, *paths: Path) -> int:
     """Return the vocabulary size. Reads the text only to learn a tokenizer."""
     if tokenizer == "gpt2":  # its files may be missing here
         return GPT2_SIZE
@@ -163,7 +163,15 @@ def vocabulary_size(tokenizer: str, path: Path) -> int:
         return size
     kind, argument = find_kind(tokenizer)
     if kind is not None and kind.learn is not None:
-        refuse_by_name(path)
-        texts = [read_text(path)] if kind_of(str(path)) == "plain" else documents((path,), FIELD)
-        return kind.learn(argument, not_empty(texts), True).size
+        return kind.learn(argument, not_empty(texts_in(*paths)), True).size
     return load_tokenizer(BYTE if tokenizer == AUTO else tokenizer).size
+
+
+def texts_in(*paths: Path) -> Iterator[str]:
+    """Yield text files and the documents of other files and directories, to learn a tokenizer from them."""
+    for path in paths:
+        if kind_of(str(path)) != "plain":
+            yield from documents((path,), FIELD)
+        else:
+            refuse_by_name(path)
+            yield read_text(path)

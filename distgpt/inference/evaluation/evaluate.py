@@ -24,6 +24,7 @@ from distgpt.core.model.passes import Pass
 from distgpt.core.ops.api import Array
 from distgpt.core.saved.modelfile import open_model
 from distgpt.core.train.assessment import Progress, Scorer, Validation
+from distgpt.corpora.mixture import paths_of
 from distgpt.corpora.shards import is_shards, read_manifest
 from distgpt.inference.evaluation.benchmark import KEYS, OTHER_KEYS, SHOWN, load_benchmark
 
@@ -106,10 +107,10 @@ def _on_text(
 
 def _held_out(val: str, t: TrainConfig) -> float | None:
     """Return the fraction of this text that training held out, or None if training used another text."""
-    path, trained_on = resolve_data(val), Path(t.data)
+    path, trained_on = resolve_data(val), [Path(t.data)]
     with suppress(DistgptError, OSError):  # The training text may have been deleted.
-        trained_on = resolve_data(t.data)
-    if not trained_on.exists() or not trained_on.samefile(path):
+        trained_on = [*paths_of(t.data)]
+    if not any(each.exists() and each.samefile(path) for each in trained_on):
         return None
     if is_shards(path):
         return None if read_manifest(path).of("val") else 0.0

@@ -28,7 +28,7 @@ from distgpt.core.components import Components, components
 from distgpt.core.config import RunConfig, TrainConfig
 from distgpt.core.cpu.first_use import COMPILING
 from distgpt.core.cpu.stages import Stage
-from distgpt.core.data.textfile import resolve_data
+from distgpt.core.data.loading import kind_of
 from distgpt.core.model.optim import learning_rate
 from distgpt.core.saved.checkpoint import State, latest_valid_checkpoint, load_state, verify
 from distgpt.core.saved.modelfile import read_description
@@ -175,7 +175,7 @@ class Again(Listener):
         components().model(t).reject_moved(t)
         if not t.chats:
             try:
-                resolve_data(t.data)
+                kind_of(t.data)
             except DataError as error:
                 raise DataError(f"{error}; pass the run's text with --data") from None
         steps = range(state.step, self.last)
