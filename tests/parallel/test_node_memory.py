@@ -18,7 +18,7 @@ from distgpt.parallel.node_memory import SharedGradients, shared_rows
 from steps import CONFIG, model_of, trained
 from threadranks import on_all_ranks
 
-from conftest import MPIRUN, ci_ranks, losses, summary, trained_together
+from conftest import MPIRUN, ci_ranks
 
 
 def test_shared_rows_are_page_aligned_and_zero():
@@ -128,16 +128,3 @@ def test_ranks_are_split_by_node_once(monkeypatch):
     words = [MPIRUN, "-n", "4", sys.executable, "-c", SPLIT_TWICE]
     run = subprocess.run(words, capture_output=True, text=True, timeout=60)
     assert run.stdout.splitlines() == ["2 2 True True"] * 4, run.stderr
-
-
-@ci_ranks
-def test_three_ranks_repeat_and_resume_identically(tmp_path):
-    words = ["--steps", "9", "--batch-size", "9", "--schedule", "constant", "--save-every", "3"]
-    runs = [(tmp_path / name, words) for name in ("one", "two")]
-    runs += [(tmp_path / "cut", [*words, "--steps", "4"]), (tmp_path / "cut", [*words, "--resume", "auto"])]
-    trained_together(3, runs)
-    whole = (tmp_path / "one" / "weights.safetensors").read_bytes()
-    for name in ("two", "cut"):
-        assert losses(tmp_path / name) == losses(tmp_path / "one")
-        assert (tmp_path / name / "weights.safetensors").read_bytes() == whole
-        assert summary(tmp_path / name)["allreduce"] == "shared memory"

@@ -14,9 +14,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from distgpt.api import GPT
-from distgpt.core.comm.api import SerialComm
-from distgpt.core.config import ModelConfig, RunConfig
 from distgpt.core.cpu.compiling.barrier import counters, wait_for_all
 from distgpt.core.cpu.compiling.jit import jit
 from distgpt.core.cpu.graphs.calls import PackedArgs
@@ -24,8 +21,6 @@ from distgpt.core.cpu.graphs.launch import CommandSlot, ParallelLaunch
 from distgpt.core.cpu.graphs.loops import unpack_args
 from distgpt.core.cpu.kernels import CpuKernels
 from distgpt.core.cpu.pool import Pool, pool_of
-from distgpt.core.model.model import Architecture, Model
-from distgpt.core.saved.modelfile import Description
 
 
 def forked(act):
@@ -248,17 +243,6 @@ def test_pool_restarts_in_forked_child(state):
     if state == "busy":
         user.join()
     assert act() == [0, 1, 2, 4]
-
-
-@pytest.mark.ci
-def test_model_computes_in_forked_child():
-    model = Model(
-        Architecture(ModelConfig(vocab_size=5, seq_len=8, n_layer=1, n_head=2, n_embd=16)), CpuKernels("float32", 2)
-    )
-    model.initialise(1)
-    gpt = GPT(model, Description(RunConfig(model=model.config), None), SerialComm())
-    expected = gpt.logits([[1, 2, 3]] * 8).tolist(), gpt.generate([1, 2], 5)
-    assert forked(lambda: [gpt.logits([[1, 2, 3]] * 8).tolist(), gpt.generate([1, 2], 5)]) == [*expected]
 
 
 def test_pool_releases_arrays_after_launch():

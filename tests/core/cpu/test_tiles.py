@@ -256,12 +256,3 @@ def test_machine_code_is_keyed_by_processor_and_version(code, monkeypatch):
     code()
     code("moves")
     assert len(code.made) == before + 2
-
-
-def test_corrupt_machine_code_is_replaced(code, tmp_path):
-    expected = code()
-    (path,) = tmp_path.iterdir()
-    whole = path.read_bytes()
-    for torn in (b"", whole[:40], whole[:-1], whole + b"x", bytes(len(whole))):
-        path.write_bytes(torn)
-        assert code() == expected and path.read_bytes() == whole

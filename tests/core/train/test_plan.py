@@ -53,12 +53,6 @@ def test_derived_request_is_equal_on_all_ranks(tmp_path):
     assert (run.model.n_layer, run.train.lr) == (2, 0.005) and run.train.steps != preset("fast").train.steps
 
 
-def test_deterministic_parts_divide_the_batch():
-    for settings, parts in (({"batch_size": 12}, 4), ({"batch_size": 12, "reproducible_parts": 2}, 2)):
-        request = derived(asked_for({**settings, "deterministic": True}), 1)
-        assert new_run(request).train.reproducible_parts == parts and not request.deterministic
-
-
 def test_branch_has_parts_of_its_checkpoint(trained, tmp_path):
     """The run's settings may have changed since that checkpoint."""
     moved = tmp_path / "moved"
