@@ -128,20 +128,6 @@ def test_sharded_saves_and_resumes_like_packed(dtype, way, tmp_path):
             assert (weights == wanted).all() and read == known[2:], (name, config.grad_sync)
 
 
-@pytest.mark.slow
-def test_sharded_run_changes_ranks_and_stages(tmp_path):
-    on_gpus(2, lambda comm, device: saved_at(comm, device, tmp_path / "gpu", SHARDED))
-    on_all_ranks(2, lambda comm: saved_at(comm, None, tmp_path / "cpu", SHARDED))
-    known = trained_on(2, CONFIG, steps=4)[0][1][2:]
-    for ranks, name, config in ((3, "gpu", CONFIG), (1, "cpu", CONFIG), (3, "cpu", SHARDED)):
-        gpus = on_gpus(ranks, lambda comm, d, n=name, c=config: resumed(comm, d, tmp_path / n, c))
-        cpus = on_all_ranks(ranks, lambda comm, n=name, c=config: resumed(comm, None, tmp_path / n, c))
-        for found in (gpus, cpus):
-            for weights, read in found:
-                assert (weights == found[0][0]).all()
-                np.testing.assert_allclose(read, known, rtol=1e-4)
-
-
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_rank_keeps_only_its_part_in_full_precision(dtype):
     config = replace(SHARDED, dtype=dtype)

@@ -29,7 +29,6 @@ from distgpt.measure.bench import infer, train
 from distgpt.measure.bench.allreduce import AllreduceOptions, algorithms, array_size, blocks, measure
 from distgpt.measure.bench.infer import InferOptions
 from distgpt.measure.bench.train import TrainOptions
-from distgpt.show.page import terminal
 from threadranks import on_all_ranks
 
 from conftest import ci_ranks, distgpt, inside, needs_mpi, refused, slow_ranks, succeeded, summary
@@ -266,17 +265,6 @@ def test_workload_defaults_to_first_steps_of_preset(tmp_path):
     assert run == preset("microgpt", {"steps": 7, "seed": 5})
     with pytest.raises(UsageError):
         compared.find_workload(None, tmp_path / "mine.toml", {}, full=True)
-
-
-def test_table_shows_first_step_and_fits_terminal(monkeypatch):
-    found = {"train_s": 12.5, "first_step_s": 9.5, "train_bits_per_byte": 3.6884, "peak_memory": [319e6]}
-    serial, mpi = stage("serial", [5.0], tokens=[1]), stage("mpi", [5.0], tokens=[1])
-    serial.training, mpi.training = found | {"tokens_per_s": 1000.0}, found | {"tokens_per_s": 1700.0}
-    comparison = compared.Comparison(compared.CompareOptions("a", preset("microgpt")), {}, "", {}, [serial, mpi])
-    for width, names in ((80, "first s  × serial  tokens/s    loss"), (100, "infer s  tokens/s   MB    loss    bits")):
-        monkeypatch.setenv("COLUMNS", str(width))
-        _, head, _, *rows = terminal([compared._table(comparison)]).splitlines()[:5]
-        assert names in head and len(head) <= width and "9.50" in rows[0] and "1.70" in rows[1]
 
 
 def test_differences_find_first_step_beyond_tolerance():

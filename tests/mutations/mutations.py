@@ -114,7 +114,7 @@ _FAULTS = {
     ("core/cpu/fused/muon.py", "core/cpu/test_kernels.py -k muon"): [
         ("weights decay against the update", "if ui[j] * pi[j] >= 0", "if ui[j] * pi[j] < 0")
     ],
-    ("core/cpu/teams.py", "core/cpu/test_teams.py -k fails or signal"): [
+    ("core/cpu/teams.py", "core/cpu/test_pool.py -k member or signal"): [
         ("a thread that fails keeps its team waiting", "of_jobs[list(jobs), 0] = RELEASED", "pass"),
         ("a signal keeps a thread from its team", " signals_deferred() if is_shared else ", " "),
     ],
