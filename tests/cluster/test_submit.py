@@ -413,15 +413,6 @@ def test_pbs_successor_has_no_dependencies(tmp_path):
 
 
 @pytest.mark.ci
-def test_lsf_successor_has_no_dependencies(tmp_path):
-    text = written("lsf", "--successor", "--directive", "-w done(5)", "--directive", "-q x", cwd=tmp_path)
-    left_out = re.search(r"grep -Ev ('.*') \"\$0\" \| bsub && exit 0", text)
-    (tmp_path / "job.sh").write_text(text)
-    kept = subprocess.run(["sh", "-c", f"grep -Ev {left_out[1]} job.sh"], cwd=tmp_path, capture_output=True)
-    assert kept.stdout.decode() == text.replace("#BSUB -w done(5)\n", "") != text
-
-
-@pytest.mark.ci
 def test_flux_submits_each_array_element(tmp_path):
     program(tmp_path / "flux", 'echo "$*" >>calls.txt; cat >/dev/null')
     words = ["submit", "--system", "flux", "--time", "1h", "--array", "1-3:2,3", "--submit", *TRAIN]

@@ -122,6 +122,8 @@ except SystemExit as done:
     ("import distgpt.commands.cli", "numpy numba mpi4py rich cupy starlette uvicorn"),
     *((REFUSED.format(words), "numpy numba rich") for words in ("--preset no", "--lr -1", "--n-embd 7", "--config no")),
     ("import distgpt.core.saved.modelfile", "numba"),
+    ("import distgpt.commands.train, distgpt.commands.runs, distgpt.show.display, distgpt.inference.generation.batch; "
+     "import distgpt.core.generate.single", "matplotlib jinja2 numba"),
     ("import distgpt; distgpt.init('microgpt').loss([[1, 2]], [[2, 3]])", "mpi4py cupy"),
 ])  # fmt: skip
 def test_heavy_packages_are_loaded_lazily(code, heavy):

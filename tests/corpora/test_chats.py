@@ -220,16 +220,6 @@ def test_chat_layouts_give_equal_tokens(family, tmp_path):
     assert learned == ANSWER + settings(family)["eos_token"] and last.ids[last.learned == 1][-1] in chat.ends
 
 
-def test_every_answer_is_trained_with_its_end(plain, tmp_path):
-    messages = [{"role": "system", "content": "Be brief."}, *TURN, *TURN]
-    ((ids, learned),) = examples(rows(tmp_path / "r", {"messages": messages}), plain)
-    assert plain.tokenizer.decode(ids[learned == 1]) == f"{ANSWER}<|endoftext|>" * 2
-    assert plain.tokenizer.decode(ids).startswith(f"Be brief.\n\nUser:\n{QUESTION}\n\nAssistant:\n")
-    byte = ChatFormat(load_tokenizer("byte", ""))
-    ((ids, learned),) = examples(rows(tmp_path / "r", {"messages": messages}), byte)
-    assert bytes(ids[learned == 1].tolist()).decode() == f"{ANSWER}\n\nUser:\n" * 2
-
-
 def test_plain_text_is_trained_whole(plain, tmp_path):
     ((ids, learned),) = examples(rows(tmp_path / "r", {"text": ANSWER}), plain)
     assert plain.tokenizer.decode(ids) == f"{ANSWER}<|endoftext|>" and learned.all()

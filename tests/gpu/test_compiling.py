@@ -154,12 +154,6 @@ def test_missing_nvrtc_names_the_package(monkeypatch):
         compiling.compile_text("", "empty.cu", (), "sm_90")
 
 
-@pytest.mark.parametrize("source", compiling.source_names())
-def test_source_text_is_self_contained(source):
-    text = compiling.source_text(source)
-    assert not re.search(r'^\s*#\s*include\s*"', text, re.MULTILINE) and text.startswith(f'#line 1 "{source}.cu"\n')
-
-
 @pytest.fixture
 def cache(tmp_path, monkeypatch):
     """Return the cache directory and the list of requests to a fake compiler."""

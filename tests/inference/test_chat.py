@@ -19,7 +19,7 @@ from distgpt.inference.generation.chat import Conversation
 from families import write_family
 from foreignmodels import MODERN, exported_model, random_model, shape
 
-from conftest import inside, popen, refused
+from conftest import inside, popen
 
 QUICK = ("--max-new-tokens", "8", "--threads", "1")
 
@@ -195,17 +195,3 @@ def test_imported_model_uses_its_template(monkeypatch, tmp_path):
     talk = conversation(loaded, chat=chat, max_new_tokens=8)
     _, text = said(talk, "hi")
     assert text == loaded.tokenizer.decode(sample.tokens[: sample.tokens.index(end)]) and talk.reason == "stop"
-
-
-def test_template_error_is_reported(monkeypatch, tmp_path):
-    folder, ours = tmp_path / "theirs", tmp_path / "imported.safetensors"
-    exported_model(folder, shape(1000, 200, 1, 2, 16, **MODERN), tokenizer=None)
-    for template, message in (
-        (settings("mistral")["chat_template"], "roles must alternate"),
-        ("{% for %}", "Expected"),
-        ("{{ messages.__class__.mro() }}", "unsafe"),
-    ):
-        write_family(folder, "mistral", **{**settings("mistral"), "chat_template": template})
-        ours.unlink(missing_ok=True)
-        assert inside("weights", "import", folder, "--out", ours).returncode == 0
-        refused(piped("hi\n", "--weights", ours, "--system", "Be brief.", monkeypatch=monkeypatch), 65, message)

@@ -215,17 +215,6 @@ def node_of(monkeypatch):
     return node
 
 
-@pytest.mark.parametrize("name", TREES)
-def test_doctor_counts_recorded_nodes(name, node_of, monkeypatch):
-    monkeypatch.setenv("COLUMNS", "80")
-    node, seen = node_of(name), TREES[name].seen
-    counted = node["cpus"], node["cores"], node["sockets"], node["regions"]
-    assert counted == (seen.cpus, seen.cores, seen.sockets, max(1, seen.regions))
-    page = "\n".join(doctor.rows([("node", doctor.summary(node)), ("best", doctor.advice(node))]))
-    lines = page.splitlines()
-    assert len(lines) <= 6 and max(map(len, lines)) <= 80
-
-
 def test_doctor_advice_fits_the_node(node_of):
     archer2 = doctor.advice(node_of("archer2"))
     assert "mpirun -n 8 " in archer2 and "16 threads" in archer2

@@ -9,7 +9,7 @@ import signal
 import pytest
 from distgpt.core.base.errors import UsageError
 from distgpt.measure.sweep import work
-from distgpt.measure.sweep.grid import Grid, Ledger, Result, Rung, begin, on_rung, read_back, read_grid
+from distgpt.measure.sweep.grid import Grid, Ledger, Result, Rung, on_rung, read_back, read_grid
 
 from conftest import distgpt, inside, refused, slow_ranks, succeeded, summary
 
@@ -106,25 +106,6 @@ def test_best_points_are_promoted_by_seed_mean():
         if point in "ceb":
             results[name] = result(1.0, {"c": 1.0, "e": 0.9, "b": 2.0}[point])
     assert on_rung(grid, results, 2) == ["e", "c"]
-
-
-def test_sweep_accepts_new_runs_but_no_changes(tmp_path):
-    def grid(**more):
-        return Grid(**{"fixed": {"steps": 3}, "points": {"a": {"lr": 1.0}}, "seeds": [1]} | more)
-
-    begin(tmp_path / "out", grid())
-    begin(tmp_path / "out", grid(points={"b": {"lr": 2.0}, "a": {"lr": 1.0}}, seeds=[1, 2]))
-    assert list(read_back(tmp_path / "out").points) == ["b", "a"]
-    for changed, words in (
-        ({"fixed": {"steps": 4}}, r"another grid \(steps, "),
-        ({"fixed": {"steps": 3, "lr": 1.0}}, r"\(lr, "),
-        ({"rungs": 2}, r"\(rungs, "),
-        ({"seeds": [2]}, r"lr=1,seed=1.* changed"),
-    ):
-        with pytest.raises(UsageError, match=words):
-            begin(tmp_path / "out", grid(**changed))
-    with pytest.raises(UsageError, match="has no sweep"):
-        begin(tmp_path, grid())
 
 
 SMALL = """
@@ -252,12 +233,21 @@ def test_sweep_ends_before_its_time_limit(tmp_path):
 
 def test_sweep_trains_only_added_runs(swept, tmp_path):
     folder = written(tmp_path, SMALL + "[sweep]\nlr = [1e-3]")
+    other = written(tmp_path / "out", "not a sweep") / "grid.toml"
+    refused(sweep(folder), 2, "has no sweep")
+    other.unlink()
     assert sweep(folder).returncode == 0
     written(tmp_path, SMALL + "[sweep]\nlr = [1e-2, 1e-3]")
     more = sweep(folder)
     assert more.returncode == 0 and "lr=0.01: val_loss" in more.stderr and "lr=0.001:" not in more.stderr
     written(tmp_path, SMALL + "[sweep]\nlr = [1e-2]")
     refused(sweep(folder), 2, "lr=0.001 changed")
+    for old, new, named in (
+        ("steps = 9", "steps = 8", "(steps changed"),
+        ("[sweep]", "[sweep]\nrungs = 2", "(rungs ch"),
+    ):
+        written(tmp_path, (SMALL + "[sweep]\nlr = [1e-2, 1e-3]").replace(old, new))
+        refused(sweep(folder), 2, "another grid", named)
 
 
 def test_sweep_retries_failed_runs(tmp_path):

@@ -18,8 +18,8 @@ _WIRED = "assembly/test_wiring.py"
 _ON_RANKS = "corpora/test_shards.py -k match_one_process"
 _SYNCED = "core/base/test_files.py -k on_the_disk"
 _LOCAL = "parallel/test_local_steps.py"
-_SUMMED, _SAME_BITS = "parallel/test_gradsync.py", "parallel/test_same_bits.py"
-_IN_MEMORY = "parallel/test_node_memory.py"
+_SUMMED, _SAME_BITS = "parallel/test_gradsync.py", "parallel/test_gradsync.py -k tree or identical or units"
+_IN_MEMORY = "parallel/test_strategy.py -k memory or rows or descriptor"
 _OVERLAPPED = "gpu/test_gradsync_gpu.py -k overlapped_matches"
 _SLOTS = "inference/test_slots.py -k float32 or int8"
 _IN_ANY_ORDER = "inference/test_engine.py -k in_any_order"
@@ -37,7 +37,7 @@ _FAULTS = {
         ("later keys are seen", ", own.probs[i], seen + i, seen + i", ", own.probs[i], stop, stop"),
         ("keys are turned on", "a * c + b * s", "a * c - b * s"),
     ],
-    ("inference/decoding/compiled.py", "inference/test_compiled_slots.py -k follows"): [
+    ("inference/decoding/compiled.py", "inference/test_slots.py -k follows"): [
         ("old weights answer", "before is not None and np.array_equal(before, checksums)", "before is not None")
     ],
     ("core/model/optim.py", _WIRED): [
@@ -68,7 +68,7 @@ _FAULTS = {
             "    raise stop",
         )
     ],
-    ("callbacks/full_disk.py", "core/train/test_full_disk.py"): [
+    ("callbacks/full_disk.py", "core/train/test_saving.py"): [
         ("the newest checkpoint is given up", ".index(newest[0]) + 1 :]", ".index(newest[0]) :]"),
         ("the newest of the old is given up first", "in reversed(saved", "in iter(saved"),
         ("the start of another run is given up", "if path.resolve() not in needed:", "if True:"),
@@ -94,7 +94,7 @@ _FAULTS = {
     ("corpora/packing.py", "corpora/test_packing.py"): [
         ("equal rows share documents", "taken[size] += times * repeats", "taken[size] += times")
     ],
-    ("core/data/loading.py", "corpora/test_tokenized.py"): [
+    ("core/data/loading.py", "corpora/test_shards.py"): [
         ("the held-out text is another tokenizer's", "existing=corpus.tokenizer, ", "")
     ],
     ("core/data/batches.py", _WIRED): [
@@ -114,7 +114,7 @@ _FAULTS = {
     ("core/cpu/fused/muon.py", "core/cpu/test_kernels.py -k muon"): [
         ("weights decay against the update", "if ui[j] * pi[j] >= 0", "if ui[j] * pi[j] < 0")
     ],
-    ("core/cpu/teams.py", "core/cpu/test_teams.py -k fails or signal"): [
+    ("core/cpu/teams.py", "core/cpu/test_pool.py -k member or signal"): [
         ("a thread that fails keeps its team waiting", "of_jobs[list(jobs), 0] = RELEASED", "pass"),
         ("a signal keeps a thread from its team", " signals_deferred() if is_shared else ", " "),
     ],
@@ -180,7 +180,7 @@ _FAULTS = {
         ("a prompt that has moved is shared", ")\n                self._prompts.pop(sample.slot, None", ""),
         ("another sample's prompt is taken for one's own", "if held is shared), None)", "if held is not None), None)"),
     ],
-    ("core/base/files.py", "core/saved/test_run_lock.py"): [
+    ("core/base/files.py", "core/saved/test_runs.py"): [
         ("two processes train in one directory", "kind | fcntl.LOCK_NB", "fcntl.LOCK_SH")
     ],
     ("core/saved/tensors.py", "core/saved/test_weightsfile.py"): [

@@ -221,21 +221,11 @@ def test_chat_warns_of_untuned_weights(chats, tmp_path, monkeypatch):
         assert served_model(loaded, "it", loaded.slots(1, 0)).chats == is_taught, (weights, adapter)
 
 
-@pytest.mark.parametrize(("rows", "named"), [
-    ([], "has no rows"),
-    ([{"messages": [{"role": "user", "content": "Hello?"}]}], "line 1: the chat has no answer"),
-    ([ROWS[0], {"messages": [{"role": "oracle", "content": "Yes."}]}], "line 2: message 1: unknown role"),
-    ([{"prompt": "x" * 200, "completion": "y"}], "no example has an answer within its first 129 tokens"),
-    ([{"title": "none of these"}], "line 1: it has 'title'"),
-])  # fmt: skip
-def test_invalid_chats_are_rejected(rows, named, tmp_path):
-    refused(tune(written(tmp_path / "bad.jsonl", *rows), tmp_path / "run"), 65, named)
-    assert not (tmp_path / "run").exists()
-
-
 def test_tune_rejects_impossible_options(chats, tmp_path):
     out = tmp_path / "run"
     refused(tune(tmp_path / "gone.jsonl", out), 65, "gone.jsonl")
+    long = written(tmp_path / "long.jsonl", {"prompt": "x" * 200, "completion": "y"})
+    refused(tune(long, out), 65, "no example has an answer within its first 129 tokens")
     refused(tune(chats, out, "--val-fraction", "0.01"), 65, "of 5 examples")
     refused(tune(chats, out, "--steps", "3", "--epochs", "1"), 2, "--steps and --epochs cannot be combined")
     refused(inside("tune", "--data", chats, "--out", out), 2, "requires --weights")

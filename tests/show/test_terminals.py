@@ -1,7 +1,6 @@
 import io
 import os
 import re
-import subprocess
 import sys
 import time
 
@@ -207,14 +206,3 @@ def test_terminal_prints_tables_and_text():
     table = Table(["a", "b <x>"], [["1 & 2", "</td>"]], 'the "caption"', "the note")
     shown = terminal([table, Table(["none"], []), "equal"])
     assert shown.startswith('the "caption"\na') and shown.endswith("\n\nthe note\n\nequal") and "none" not in shown
-
-
-@pytest.mark.ci
-def test_plotting_libraries_load_lazily():
-    script = """
-import sys
-import distgpt.show.page, distgpt.show.display, distgpt.commands.train, distgpt.commands.runs
-import distgpt.core.generate.single, distgpt.inference.generation.batch
-assert not {"matplotlib", "jinja2"} & sys.modules.keys()
-"""
-    subprocess.run([sys.executable, "-c", script], check=True)

@@ -112,9 +112,14 @@ def test_import_survives_deleted_working_directory(tmp_path):
     assert subprocess.run([sys.executable, "-P", "-c", code], env=env).returncode == 0
 
 
-def test_cache_ignores_files_of_other_users(tmp_path):
+def test_cache_ignores_corrupt_and_foreign_files(tmp_path):
     path = tmp_path / "file"
     caches.write_checked(path, b"x")
+    whole = path.read_bytes()
+    for damaged in (b"", whole[:-1], whole[:-1] + b"y", whole + b"x"):
+        path.write_bytes(damaged)
+        assert read_checked(path) is None, damaged
+    path.write_bytes(whole)
     assert read_checked(path) == b"x"
     give_away(path)
     assert read_checked(path) is None

@@ -77,4 +77,4 @@ except ImportError as error:
     sys.exit(3)
 """
         ended = subprocess.run([sys.executable, "-c", text], capture_output=True, text=True)
-        assert (ended.returncode, ended.stderr.count("\n")) == (code, 1) and "WSL" in ended.stderr, ended
+        assert (ended.returncode, ended.stderr.count("\n")) == (code, 1) and "wsl --install" in ended.stderr, ended

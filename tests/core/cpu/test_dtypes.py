@@ -165,15 +165,6 @@ def test_estimate_uses_auto_dtype(words, env, tmp_path):
     assert json.loads(found.stdout)["dtype"] == "bfloat16", found.stderr
 
 
-def test_dtype_options_offer_auto():
-    assert "--dtype [float32|" in inside("bench", "stages", "--help-all").stdout
-    assert "default: auto" in " ".join(inside("train", "--help").stdout.split())
-    with pytest.raises(UsageError, match="dtype"):  # configurations have a resolved dtype
-        RunConfig().with_values({"dtype": "auto"})
-    result = inside("train", *SMALL, "--dtype", "float16")
-    assert result.returncode == 2 and "'auto'" in result.stderr
-
-
 def test_sweep_decides_dtype_once(tmp_path):
     out, grid = tmp_path / "sweep", 'preset = "tiny-adamw"\nn_layer = 1\nn_embd = 16\nn_head = 1\nseq_len = 16\n'
     grid += 'steps = 2\nbatch_size = 2\n[sweep]\nmetric = "loss"\n'

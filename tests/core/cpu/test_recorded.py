@@ -184,21 +184,6 @@ def test_profile_of_operations_sees_captured_calls():
     assert x.tolist() == [4] * 8
 
 
-@pytest.mark.parametrize("make", KERNELS, ids=NAMES)
-def test_team_threads_meet_in_each_call(make):
-    u = np.random.default_rng(0).standard_normal((256, 1024)).astype("float32")
-    alone, found = u.copy(), u.copy()
-    make(1).orthogonalise([alone])
-    kernels = make(3)
-    work = CapturedWork(kernels, lambda: kernels.orthogonalise([found]))
-    for _ in range(5):
-        found[...] = u
-        work()
-        np.testing.assert_array_equal(found, alone)
-    (segment,) = work.entries[True]
-    assert [calls.counters != [] for calls in segment.calls] == [True, False, False]
-
-
 def test_ignored_rows_are_read_per_call():
     kernels, random = CpuKernels("float32", 2), np.random.default_rng(0)
     x, w = (random.standard_normal((rows, 24)).astype("float32") for rows in (70, 31))

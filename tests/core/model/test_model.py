@@ -3,18 +3,23 @@
 import tracemalloc
 from dataclasses import replace
 
+import distgpt
+import microgpt_plain_python as plain
 import numpy as np
 import pytest
+from adapted import adapted, gradients, merged
+from adapted import expected as expected_of
 from distgpt.core.base.errors import UsageError
 from distgpt.core.config import ModelConfig
 from distgpt.core.config.presets import preset
-from distgpt.core.cpu.kernels import CpuKernels
+from distgpt.core.cpu.fused import flat
+from distgpt.core.cpu.kernels import Bfloat16Kernels, CpuKernels
 from distgpt.core.model.memory import Layout
 from distgpt.core.model.model import Architecture, Model
 from distgpt.core.model.passes import FEW_ROWS, LARGE_LAYER, Pass
 from distgpt.core.ops.kernels import Kernels
 
-from models import BASE, VARIANTS, batch, build, check_by_differences, plain_logits
+from models import BASE, VARIANTS, batch, build, check_by_differences, plain_logits, plain_trace
 
 
 def loss(work, tokens, targets):
@@ -216,3 +221,154 @@ def test_slices_keep_gradients_identical(n_seq, slices, monkeypatch):
     assert len(work.slices) == slices
     for one, several in zip(*found, strict=True):
         assert np.array_equal(one, several)
+
+
+TOKENS = np.random.default_rng(0).integers(0, 13, (4, 7))
+
+
+@pytest.fixture(params=["gpt2", "modern", "microgpt", "grouped queries", "windows"])
+def model(request):
+    return distgpt.init(VARIANTS[request.param], seed=3, dtype="float64")
+
+
+def test_trace_follows_the_formulas(model):
+    trace, c = model.trace(TOKENS), model.config
+    assert {x.shape for x in trace.hidden} == {(4, 7, c.n_embd)}
+    for i, tokens in enumerate(TOKENS):
+        logits, hidden, weights = plain_trace(c, model.parameters(), tokens)
+        np.testing.assert_allclose(trace.logits[i], logits, atol=1e-12)
+        np.testing.assert_allclose([x[i] for x in trace.hidden], hidden, atol=1e-10)
+        found = [x[i] for x in trace.attention]
+        np.testing.assert_allclose(found, np.reshape(weights, (c.n_layer, c.n_head, 7, 7)), atol=1e-12)
+    np.testing.assert_allclose(trace.logits, model.logits(TOKENS), atol=1e-12)
+
+
+def test_single_sequence_needs_no_batch_axis(model):
+    one, many = model.trace(TOKENS[0]), model.trace(TOKENS)
+    np.testing.assert_allclose(one.logits, many.logits[0], atol=1e-12)
+    np.testing.assert_allclose(one.attention[1], many.attention[1][0], atol=1e-12)
+    np.testing.assert_allclose(model.logits(TOKENS[0]), one.logits, atol=1e-12)
+    assert model.logits(TOKENS[0].tolist()).shape == (7, 13)
+    assert model.loss(TOKENS[0], TOKENS[1]) == model.loss(TOKENS[:1], TOKENS[1:2])
+    gradients = (model.gradients(*pair)["wte"] for pair in (TOKENS[:2], (TOKENS[:1], TOKENS[1:2])))
+    np.testing.assert_array_equal(*gradients)
+
+
+def test_model_repr():
+    model = distgpt.init(VARIANTS["gpt2"], dtype="float64")
+    for part in ("2 layers, 3 heads, width 24, context 9", "float64"):
+        assert part in repr(model)
+    assert "(4, 3, 7, 7)" in repr(model.trace(TOKENS))
+
+
+def test_tiny_temperatures_are_greedy():
+    model = distgpt.init(VARIANTS["gpt2"], dtype="float64")
+    greedy = model.generate([1, 2], 5, temperature=0)
+    assert model.generate([1, 2], 5) == model.generate([1, 2], 5, temperature=0.8) != greedy
+    for temperature in (1e-300, 1e-30, 1e-7, 1e-6):
+        assert model.generate([1, 2], 5, temperature=temperature) == greedy
+
+
+@pytest.mark.parametrize("changes", [{}, {"n_layer": 2, "n_embd": 12, "n_head": 3}])
+def test_logits_and_losses_agree(changes):
+    tokens = [26, *(ord(letter) - ord("a") for letter in "helena"), 26]  # 26 for the boundary at both ends
+    for kernels in (Kernels("float64"), CpuKernels("float64", 1)):
+        model = Model(Architecture(preset("microgpt", changes).model), kernels)
+        assert changes or model.layout.size == 4192  # published size
+        model.initialise(3)
+        weights = {name: np.array(values).tolist() for name, values in model.weights.items()}
+        shape = plain.Shape(model.config.n_layer, model.config.n_head, model.config.norm_eps)
+        work = Pass(model, 1, len(tokens) - 1, training=False)
+        inputs, targets = (kernels.integers(side) for side in (tokens[:-1], tokens[1:]))
+        scores, loss = kernels.zeros(len(inputs), model.config.padded_vocab), kernels.zeros(1)
+        work.logits(scores, work.forward(inputs))
+        expected = list(plain.logits(weights, shape, tokens[:-1]))
+        np.testing.assert_allclose(scores, expected, rtol=1e-10, atol=1e-10)
+        work.loss(loss, inputs, targets)
+        assert float(loss[0]) == pytest.approx(plain.mean_loss(weights, shape, [tokens]), rel=1e-10)
+
+
+def close(found, wanted, tolerance):
+    assert found.keys() == wanted.keys()
+    for name, gradient in wanted.items():
+        distance = np.linalg.norm(found[name] - gradient) / np.linalg.norm(gradient)
+        assert distance < tolerance, (name, distance)
+
+
+@pytest.mark.parametrize(
+    "kernels",
+    [Kernels("float64"), pytest.param(CpuKernels("float64", 2), marks=pytest.mark.ci)],
+    ids=["plain", "fused"],
+)
+def test_gradients_follow_the_chain_rule(kernels):
+    for kind, config in VARIANTS.items():
+        tokens, targets = batch(config, 3, 7)
+        for matrices in ("all", "q,v,up") if kind in ("gpt2", "modern", "grouped queries") else ("all",):
+            model = adapted(config, kernels, matrices)
+            wanted, loss = expected_of(model, Kernels("float64"), tokens, targets)
+            for recompute in ("none", "mlp", "block"):
+                found, same = gradients(model, tokens, targets, recompute)
+                close(found, wanted, 1e-11)
+                assert same == pytest.approx(loss, rel=1e-12), kind
+
+
+@pytest.mark.parametrize("kernels, limit", [(CpuKernels("float32", 2), 1e-4), (Bfloat16Kernels(2), 0.12)])
+def test_gradients_in_training_types(kernels, limit):
+    for kind in ("gpt2", "modern", "a head size of its own"):
+        tokens, targets = batch(VARIANTS[kind], 4, 9)
+        model = adapted(VARIANTS[kind], kernels)
+        wanted, loss = expected_of(model, Kernels("float64"), tokens, targets, n_seq=4)
+        found, same = gradients(model, tokens, targets, n_seq=4)
+        close(found, wanted, limit)
+        assert same == pytest.approx(loss, rel=limit / 10), kind
+
+
+def test_lora_gradients_match_central_differences():
+    model, examples = adapted(BASE, Kernels("float64")), batch(BASE, 3, 7)
+    check_by_differences(model, gradients(model, *examples)[0], *examples)
+
+
+def test_fresh_adapters_keep_the_model():
+    kernels = Bfloat16Kernels(1)
+    model = adapted(BASE, kernels)
+    model.initialise(7)
+    assert not any(np.any(x) for name, x in model.weights.items() if name.endswith("lora_b"))
+    assert all(np.any(x) for name, x in model.weights.items() if name.endswith("lora_a"))
+    tokens, _ = batch(BASE, 1, 9)
+    work, scores = Pass(model, 1, 9, training=False), kernels.zeros(9, BASE.padded_vocab)
+    work.logits(scores, work.forward(tokens))
+    wanted = plain_logits(BASE, merged(model), tokens)
+    got = kernels.to_host(scores)[:, : BASE.vocab_size]
+    np.testing.assert_allclose(got, wanted, atol=0.05 * np.abs(wanted).max())
+    model.make_gradients()
+    assert set(model.grads) == set(model.weights) == {spec.name for spec in model.layout.specs}
+    assert model.layout.elements < model.frozen.layout.elements / 3
+
+
+def test_low_rank_addition_is_unbiased():
+    """Rounding to the nearest bfloat16 would drop this addition."""
+    kernels, rng = Bfloat16Kernels(2), np.random.default_rng(0)
+    w, b, a, y = (kernels.zeros(*shape) for shape in ((64, 512), (64, 2), (2, 512), (64, 512)))
+    kernels.put(w, rng.uniform(1, 2, w.shape))
+    kernels.put(b, rng.standard_normal(b.shape))
+    kernels.put(a, rng.standard_normal(a.shape))
+    kernels.add_low_rank(y, w, b, a, 1e-4)
+    exact = kernels.to_host(b) @ kernels.to_host(a)
+    added = (kernels.to_host(y) - kernels.to_host(w)) * 1e4
+    assert (added * exact).sum() == pytest.approx((exact**2).sum(), rel=0.1)
+
+
+def test_low_rank_addition_is_identical_for_any_threads(monkeypatch):
+    rng, found = np.random.default_rng(0), []
+    host = [rng.standard_normal(shape) for shape in ((70, 40), (70, 3), (3, 40))]
+    for threads, rows in ((1, 1000), (1, 8), (2, 8)):
+        monkeypatch.setattr(flat, "SUMS_BYTES", 40 * 4 * rows)
+        monkeypatch.setattr(flat, "LEAST_ROWS", 1)
+        kernels = Bfloat16Kernels(threads)
+        w, b, a = (kernels.zeros(*each.shape) for each in host)
+        for array, each in zip((w, b, a), host, strict=True):
+            kernels.put(array, each)
+        y = np.zeros_like(w)
+        kernels.add_low_rank(y, w, b, a, 0.5)
+        found.append(y)
+    assert found[0].any() and all(np.array_equal(found[0], each) for each in found)

@@ -1,37 +1,49 @@
-"""Setup and interfaces of a run; optional components do not change its results."""
+"""Setup and interfaces of a run: plans, memory, and optional components that do not change its results."""
 
+import pickle
+import shutil
 import time
 from contextlib import contextmanager
 from dataclasses import replace
+from itertools import product
+from types import SimpleNamespace
 
 import distgpt
 import numpy as np
 import pytest
+from distgpt import api
 from distgpt.assembly import AllComponents
 from distgpt.callbacks.bad_steps import BadSteps
 from distgpt.core.base.errors import DataError, NonFiniteError, StorageError, UsageError
 from distgpt.core.base.interrupts import PendingSignals
+from distgpt.core.comm.agree import on_root
 from distgpt.core.comm.api import SerialComm
 from distgpt.core.components import Components, components
 from distgpt.core.config import ModelConfig, RunConfig, TrainConfig
-from distgpt.core.config.presets import preset
-from distgpt.core.config.run_request import asked_for
-from distgpt.core.cpu.kernels import CpuKernels
+from distgpt.core.config.presets import PRESETS, preset
+from distgpt.core.config.run_request import RunRequest, asked_for
+from distgpt.core.cpu.fused.muon import bytes_of
+from distgpt.core.cpu.kernels import Bfloat16Kernels, CpuKernels
 from distgpt.core.cpu.stages import open_stage
 from distgpt.core.data.batches import ArrayTokens, Batches
 from distgpt.core.model.model import FLAG_COUNT, Architecture, Model
+from distgpt.core.model.muon import Muon
 from distgpt.core.model.optim import AdamW
 from distgpt.core.ops.kernels import Kernels
 from distgpt.core.saved.checkpoint import State
 from distgpt.core.saved.modelfile import Description, save_model
+from distgpt.core.train import memory
+from distgpt.core.train.assessment import Scorer, Span
 from distgpt.core.train.interfaces import Budget, Disk, StepFlags, StepPolicy
 from distgpt.core.train.loop import train
-from distgpt.core.train.parallel_strategy import OptimizerState, allreduce
-from distgpt.core.train.plan import make_plan
+from distgpt.core.train.memory import FRACTION, LIBRARIES, PROGRAM, needed
+from distgpt.core.train.parallel_strategy import GradientSync, OptimizerState, Strategy, allreduce
+from distgpt.core.train.plan import make_plan, new_run
 from distgpt.core.train.progress import Finished, Progress
 from distgpt.core.train.setup import micro_batches_so_far, open_run, set_up
 from distgpt.core.train.step import Step
 from distgpt.measure.profile.session import open_steps
+from distgpt.recipes.derived import derived
 from threadranks import on_all_ranks
 
 from conftest import logged, losses
@@ -221,3 +233,212 @@ def test_only_adapters_accept_quantized_weights(tmp_path):
     components().model(KINDS["adapters"]).reject_origin(rounded, tmp_path, KINDS["adapters"], resumed=False)
     with pytest.raises(UsageError, match="cannot be trained further"):
         components().model(KINDS["whole"]).reject_origin(rounded, tmp_path, KINDS["whole"], resumed=False)
+
+
+silent = [].append  # discards messages
+
+
+def alone(comm=None):
+    return SimpleNamespace(comm=comm or SerialComm(), on_gpu=False)
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_ranks_have_equal_plans(name, tmp_path):
+    request = asked_for({}, name, out=tmp_path / "run")
+    plan = make_plan(alone(), request, silent)
+    assert plan.config == new_run(RunRequest(name)) and plan != replace(plan, until=3)
+    assert on_all_ranks(2, lambda comm: make_plan(alone(comm), request, silent)) == [plan, plan]
+
+
+def test_resumed_plan_survives_pickling(trained):
+    request = asked_for({"lr": 1e-4, "steps": 40}, out=trained, resume="auto")
+    plan = make_plan(alone(), replace(request, uncounted=1.5), silent)
+    plan = replace(plan, state=replace(plan.state, recent=((5.5, 0.25),), shares=[3, 5]))
+    assert plan.checkpoint and plan.changes["steps"] == (30, 40) and plan.uncounted
+    back = pickle.loads(pickle.dumps(plan))
+    own, same = plan.origin.tokenizer, back.origin.tokenizer
+    assert own.to_json() == same.to_json() and own is not same
+    assert back == replace(plan, origin=replace(plan.origin, tokenizer=same))
+
+
+def test_derived_request_is_equal_on_all_ranks(tmp_path):
+    toml = tmp_path / "c.toml"
+    toml.write_text("lr = 0.005\n")
+    request = asked_for({"data": "story", "depth": 2}, toml=toml, out=tmp_path)
+    found = derived(request, 2)
+    assert on_all_ranks(2, lambda comm: on_root(comm, lambda: derived(request, 2))) == [found, found]
+    assert (found.depth, found.preset, found.name) == (None, "fast", "c")
+    run = new_run(found)
+    assert (run.model.n_layer, run.train.lr) == (2, 0.005) and run.train.steps != preset("fast").train.steps
+
+
+def test_branch_has_parts_of_its_checkpoint(trained, tmp_path):
+    """The run's settings may have changed since that checkpoint."""
+    moved = tmp_path / "moved"
+    shutil.copytree(trained, moved)
+    settings = (moved / "config.toml").read_text()
+    assert "reproducible_parts = 0" in settings and "batch_size = 8" in settings
+    (moved / "config.toml").write_text(settings.replace("reproducible_parts = 0", "reproducible_parts = 2"))
+    checkpoint = next(iter(sorted((moved / "checkpoints").iterdir())))
+    branch = RunRequest(resume=str(checkpoint), out=tmp_path / "branch", deterministic=True)
+    assert derived(branch, 1).given == {"reproducible_parts": 8}
+    assert derived(replace(branch, out=None), 1).given == {}  # the run itself has two
+    alone = tmp_path / "alone"
+    shutil.copytree(checkpoint, alone)
+    found = derived(replace(branch, resume=str(alone), given={"batch_size": 4}), 1)
+    assert found.given == {"batch_size": 4, "reproducible_parts": 4}
+
+
+def test_recipe_options_are_not_settings():
+    request = asked_for({"within": "3m", "depth": 2, "lr": 0.1, "decay_from": "run"})
+    assert (request.within, request.depth, request.decay_from, request.given) == ("3m", 2, "run", {"lr": 0.1})
+    with pytest.raises(UsageError, match="unknown setting 'lrr'"):
+        new_run(asked_for({"lrr": 0.1}))
+    with pytest.raises(UsageError, match="--steps and --epochs cannot be combined"):
+        new_run(asked_for({"steps": 3, "epochs": 1.0}))
+
+
+def test_run_clock_excludes_uncounted_time(tmp_path, monkeypatch):
+    def an_hour_ago(request, stage, say):
+        return replace(request, deterministic=False, uncounted=-3600.0)
+
+    monkeypatch.setattr(api, "followed", an_hour_ago)
+    shape = {"n_layer": 1, "n_embd": 8, "seq_len": 8, "batch_size": 1, "vocab_size": 256}
+    done = api.train(**shape, train_minutes=0.1, deterministic=True, threads=1, out=tmp_path / "run")
+    assert len([line for line in done.metrics if "loss" in line]) <= 2
+
+
+RUN = RunConfig(
+    ModelConfig(vocab_size=61, seq_len=32, n_layer=6, n_head=2, n_embd=32),
+    TrainConfig(batch_size=16, grad_accum=2, recompute="mlp"),
+)
+RECOMPUTE = ("none", "mlp", "block")
+
+
+def with_train(run=RUN, **changes):
+    return replace(run, train=replace(run.train, **changes))
+
+
+def sized(run, kernels, **more):
+    return needed(run, kernels, Strategy(run.train, 1), **more)
+
+
+def fitting(run, kernels, free, where="GPU 0", ranks=1, **more):
+    return memory.fitting(run, kernels, Strategy(run.train, ranks), free, where, **more)[0]
+
+
+class Weighing(CpuKernels):
+    taken = 0
+
+    def __getattribute__(self, name):
+        found = super().__getattribute__(name)
+        if name not in ("zeros", "accum_zeros", "scalars", "integers"):
+            return found
+
+        def weighed(*about, **more):
+            self.taken += (array := found(*about, **more)).nbytes
+            return array
+
+        return weighed
+
+
+def test_needed_memory_matches_allocations():
+    for dtype, recompute in product(("float32", "float64"), RECOMPUTE):
+        run = with_train(recompute=recompute, dtype=dtype)
+        kernels = Weighing(dtype)
+        model = Model(Architecture(run.model), kernels)
+        model.allocate_master_weights()
+        assert sized(run, CpuKernels(dtype)).weights == kernels.taken, (dtype, recompute)
+        Step(AdamW(model, run.train), SerialComm(), run.train, GradientSync())
+        assert sized(run, CpuKernels(dtype)).total == kernels.taken, (dtype, recompute)
+
+
+def test_needed_memory_includes_muon_updates():
+    muon = with_train(optimizer="muon")
+    for dtype, threads in product(("float32", "bfloat16"), (1, 2)):
+        kernels = CpuKernels(dtype, threads) if dtype == "float32" else Bfloat16Kernels(threads)
+        need, model = sized(muon, kernels), Model(Architecture(RUN.model), kernels)
+        (loop, make), kept = kernels.polar, []
+        noted = lambda *sizes, make=make, kept=kept: kept.append(make(*sizes)) or kept[-1]  # noqa: E731
+        kernels.polar = loop, noted
+        model.allocate_master_weights()
+        Muon(model, muon.train).step(0, 1.0)
+        kernels.polar = loop, make
+        assert need.update == sum(map(bytes_of, kept)) > 0
+        assert need.total - need.update == need.weights + need.optimizer + need.activations
+        assert sized(RUN, kernels).update == 0
+    with pytest.raises(UsageError, match="Muon's updates"):
+        fitting(muon, kernels, 100_000)
+
+
+def test_run_that_does_not_fit_names_options():
+    kernels = CpuKernels("float32")
+    fits = sized(RUN, kernels).total
+    assert fitting(RUN, kernels, int(fits / (1 - FRACTION)) + 1).recompute == "mlp"
+    with pytest.raises(UsageError, match=r"requires .* on GPU 0, .*omit --recompute and --grad-accum"):
+        fitting(RUN, kernels, int(fits * 0.9))
+    with pytest.raises(UsageError, match="a smaller model"):
+        fitting(with_train(recompute="auto", grad_accum=0), kernels, 100_000)
+
+
+@pytest.fixture
+def queued():
+    kernels = CpuKernels("float32")
+    kernels.capabilities = replace(kernels.capabilities, is_async=True)
+    return kernels
+
+
+@pytest.mark.parametrize("is_async", [False, True], ids=["program", "libraries"])
+def test_fixed_memory_is_reserved(is_async, queued):
+    """Large models reserve a fixed amount for the program, and GPUs for libraries."""
+    kernels, layers, left = (queued, 48, LIBRARIES) if is_async else (CpuKernels("float32"), 12, PROGRAM)
+    large = replace(RUN, model=replace(RUN.model, n_embd=1024, n_layer=layers))
+    total = sized(large, kernels).total
+    assert total > 5 * LIBRARIES if is_async else FRACTION * total > PROGRAM > 0.06 * total
+    assert fitting(large, kernels, total + left + 1).recompute == "mlp"
+    with pytest.raises(UsageError, match=" free" if is_async else r"256 MiB"):
+        fitting(large, kernels, total + left - 1)
+    assert not is_async or fitting(RUN, queued, LIBRARIES // 2).recompute == "mlp"  # a small share still runs
+
+
+def test_auto_recompute_keeps_fitting_activations(queued):
+    auto = with_train(recompute="auto")
+    for how in RECOMPUTE:
+        enough = int(sized(with_train(recompute=how), queued).total / (1 - FRACTION)) + 1
+        assert fitting(auto, queued, enough).recompute == how
+    with pytest.raises(UsageError, match="GPU 0"):
+        fitting(auto, queued, enough // 2)
+
+
+def test_micro_batches_are_few_and_fit(monkeypatch):
+    kernels = CpuKernels("float32")
+    auto = with_train(recompute="auto", grad_accum=0, batch_size=48)
+    chosen = {n: with_train(auto, grad_accum=n, recompute="mlp") for n in (1, 3, 48)}
+    size = {n: sized(run, kernels).total for n, run in chosen.items()}
+    assert size[1] > size[3] > size[48]
+
+    def found(free, run=auto, ranks=1):
+        t = fitting(run, kernels, int(free / (1 - FRACTION)) + 1, ranks=ranks)
+        return t.grad_accum, t.recompute
+
+    assert found(1 << 40) == (1, "mlp") and found(size[3]) == (3, "mlp")
+    assert found(size[48]) == (48, "mlp")  # rather than computing again: fewer sequences
+    assert found(1 << 40, chosen[3]) == (3, "mlp")  # set explicitly
+    with pytest.raises(UsageError, match="activations of 1 sequence of"):
+        found(size[48] // 2)
+    assert fitting(auto, kernels, 1 << 40, preferred=48).grad_accum == 48  # the earlier value
+    monkeypatch.setattr("distgpt.core.train.memory.TOKENS", 32 * 16)
+    assert found(1 << 40) == (3, "mlp") and found(1 << 40, ranks=2) == (2, "mlp")
+    odd = with_train(auto, batch_size=67)
+    assert found(1 << 40, odd) == (1, "mlp")  # rather one too large than 67 of one sequence
+
+
+def test_needed_memory_includes_evaluation():
+    kernels = Weighing("float32")
+    model, span = Model(Architecture(RUN.model), kernels), Span(np.zeros(RUN.model.seq_len + 1, np.uint16))
+    Scorer(model, SerialComm()).sums([span])  # allocates the kernels' caches
+    before = kernels.taken
+    Scorer(model, SerialComm()).sums([span] * 1000)
+    need = sized(RUN, CpuKernels("float32"), evaluated=True)
+    assert need.evaluation == kernels.taken - before
+    assert sized(RUN, CpuKernels("float32")).total == need.total - need.evaluation
