@@ -317,7 +317,7 @@ class TrainConfig:
         0.0, "Peak learning rate of the embedding. 0: --lr.", low=0, changeable=True
     )
     value_lr: float = of_optimizer(
-        0.0, "Peak learning rate of the value embeddings. 0: embedding_lr.", low=0, changeable=True
+        0.0, "Peak learning rate of value and previous embeddings. 0: embedding_lr.", low=0, changeable=True
     )
     head_lr: float = of_optimizer(
         0.0, "Peak learning rate of the output layer, if not tied. 0: --lr.", low=0, changeable=True

@@ -411,13 +411,6 @@ class ValueEmbedding(Part):
             self.k.embed_backward(self.dw, None, dqkv, tokens, 1)
 
 
-class PreviousEmbedding(Part):
-    """A trained vector per token that is added to the embedding of the token after it: w (padded V, C)."""
-
-    def __init__(self, config: ModelConfig) -> None:
-        super().__init__("previous", [Spec(PREVIOUS, (config.padded_vocab, config.n_embd), VALUES)])
-
-
 class LayerNorm(Part):
     """y = (s - mean) / std · w + b over the C channels of a row, after the residual sum s = x + r."""
 
@@ -591,8 +584,8 @@ def initial_std(spec: Spec, config: ModelConfig) -> float:
     """Return the standard deviation of a tensor's initial weights.
 
     GPT-2's is smaller for the two projections per layer into the residual stream. With `unit`, these,
-    learned positions and the previous embedding are 0, and the layers' other matrices approximately preserve the size of their input;
-    the MLP's first one reduces it.
+    learned positions and the previous embedding are 0, and the layers' other matrices approximately preserve
+    the size of their input; the MLP's first one reduces it.
     """
     into_residual = spec.name.endswith(("attn.proj.w", "mlp.proj.w"))
     if config.init_weights == "gpt2":

@@ -20,11 +20,20 @@ from distgpt.core.model.layers import (
     Linear,
     Part,
     Positions,
-    PreviousEmbedding,
     Tensors,
     initial_std,
 )
-from distgpt.core.model.memory import EMBEDDING, HEAD, LEARNED, VALUES, FlatBuffer, FlatPart, Layout, Spec
+from distgpt.core.model.memory import (
+    EMBEDDING,
+    HEAD,
+    LEARNED,
+    PREVIOUS,
+    VALUES,
+    FlatBuffer,
+    FlatPart,
+    Layout,
+    Spec,
+)
 from distgpt.core.ops.activations import ACTIVATIONS
 from distgpt.core.ops.api import Array
 from distgpt.core.ops.kernels import Kernels
@@ -52,16 +61,17 @@ class Architecture:
         norm = NORMS[config.norm]
         self.positions = POSITIONS[config.positions](config)
         self.blocks = [block(config, i, self.positions) for i in range(config.n_layer)]
-        self.previous = PreviousEmbedding(config) if config.previous_embedding else None
         self.embed_norm = norm("embed_norm", config) if config.embed_norm else None
         self.final_norm = norm("final_norm", config) if config.final_norm else None
         # A tied model's output layer is its embedding.
         self._head = None if config.tied else Linear("head", config.n_embd, config.padded_vocab, False, HEAD)
-        embedding = Spec("wte", (config.padded_vocab, config.n_embd), EMBEDDING)
-        self.layout = Layout([*(spec for part in self.parts() for spec in part.specs), embedding])
+        shape = config.padded_vocab, config.n_embd
+        previous = [Spec(PREVIOUS, shape, VALUES)] if config.previous_embedding else []
+        inner = (spec for part in self.parts() for spec in part.specs)
+        self.layout = Layout([*inner, *previous, Spec("wte", shape, EMBEDDING)])
 
     def parts(self) -> list[Part]:
-        """Return all parts except the embedding, in the order in which gradients are finished.
+        """Return all parts except the embeddings, in the order in which gradients are finished.
 
         Value embeddings come after all layers, although each is finished with its layer. This keeps the
         layers' matrices in one contiguous range, which ranks share.
@@ -69,10 +79,7 @@ class Architecture:
         from_last = self.blocks[::-1]
         inner = [part for block in from_last for part in block.parts]
         values = [block.values for block in from_last]
-        parts = [
-            *(self._head, self.final_norm, *inner, *values),
-            *(self.previous, self.embed_norm, self.positions),
-        ]
+        parts = [self._head, self.final_norm, *inner, *values, self.embed_norm, self.positions]
         return [part for part in parts if part is not None]
 
 
