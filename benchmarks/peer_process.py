@@ -51,10 +51,11 @@ def refuse_without_torch(option: str, python: str) -> None:
 def for_torch(shape: ModelConfig) -> dict[str, Any]:
     """Return the architecture as arguments of the peer's Shape. Raise UsageError for unsupported settings."""
     of_its_own = shape.head_dim or shape.qkv_bias or shape.rope_scaling != "none" or any(shape.windows)
-    if shape.qk_norm or shape.value_embeddings or shape.mlp == "relu2" or of_its_own:
+    tables = shape.value_embeddings or shape.previous_embedding
+    if shape.qk_norm or tables or shape.mlp == "relu2" or of_its_own:
         raise UsageError(
-            "the model in PyTorch has no qk_norm, value embeddings, relu2, head_dim, qkv_bias, rope_scaling,"
-            " window: see --preset tiny-adamw"
+            "the model in PyTorch has no qk_norm, value or previous embeddings, relu2, head_dim, qkv_bias,"
+            " rope_scaling, window: see --preset tiny-adamw"
         )
     return asdict(shape)
 

@@ -140,6 +140,7 @@ def recipe(
         "warmup": min(LONGEST_WARMUP, math.ceil(steps / WARMUP)),
         "init_weights": "bigrams" if from_pairs else "unit",
         "value_embeddings": passes <= FEW_PASSES,
+        "previous_embedding": passes <= FEW_PASSES,
         **{name: float(f"{value:.3g}") for name, value in result.items()},
     }
 

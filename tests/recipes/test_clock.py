@@ -296,8 +296,9 @@ def test_recipe_follows_given_settings():
 
 def test_text_that_is_read_many_times_is_regularized():
     few, many = (preset("fast", scaling.recipe(3, passes * 1e6, scaling.Text(1e6, 2048))) for passes in (2, 5))
-    assert (few.train.input_noise, few.model.value_embeddings) == (0, True)
-    assert (many.train.input_noise, many.model.value_embeddings) == (0.05, False)
+    for run, noise in ((few, 0), (many, 0.05)):
+        assert run.train.input_noise == noise
+        assert {run.model.value_embeddings, run.model.previous_embedding} == {not noise}
     packed = scaling.recipe(3, 5e6, scaling.Text(1e6, 2048), given={"pack": True})
     assert "input_noise" not in packed and not packed["value_embeddings"]
     assert scaling.recipe(3, 1e9, scaling.Text(1e6, 2048))["input_noise"] == scaling.MOST_NOISE
