@@ -72,7 +72,7 @@ ci_ranks, slow_ranks = map(_on_ranks, (pytest.mark.ci, pytest.mark.slow))
 # Test files that take 10 seconds or more, or compile many loops.
 LONG = (
     *("test_kernels", "test_cuda_kernels", "test_attention", "test_cuda_model", "test_cli_on_gpu"),
-    *("test_model", "test_core", "test_sweep", "test_serve_limits", "test_clock", "test_compiling"),
+    *("test_model", "test_floors", "test_sweep", "test_serve_limits", "test_clock", "test_compiling"),
 )
 
 # The same examples in every run, and none kept: a failure is printed as an @example to add.

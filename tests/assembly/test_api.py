@@ -17,8 +17,6 @@ from distgpt.assembly import AllComponents
 from distgpt.core.base.errors import DataError, DistgptError, StorageError, UsageError
 from distgpt.core.base.interrupts import Interrupted
 from distgpt.core.comm.api import SerialComm
-from distgpt.core.config import ModelConfig
-from distgpt.core.cpu.kernels import CpuKernels
 from distgpt.core.data.tokenizers import BytesDecoder
 from distgpt.core.model.memory import Layout
 from distgpt.core.model.model import Architecture, Model
@@ -182,7 +180,6 @@ def test_invalid_tokens_are_rejected():
 def test_invalid_generation_settings_are_rejected():
     model, prompts = distgpt.init(CONFIG), "a string, a list of tokens, or a list of these"
     for prompt, more, error, message in (
-        ([], {}, UsageError, "empty"),
         ([99], {}, DataError, "13"),
         ("text", {}, UsageError, "no tokenizer"),
         *((prompt, {}, UsageError, prompts) for prompt in (5, None, {"a": 1}, np.array(3), [[1], 2])),
@@ -192,10 +189,7 @@ def test_invalid_generation_settings_are_rejected():
         *(([1], {name: None}, UsageError, f"{name} must be") for name in ("top_k", "top_p")),
         *(([1], {name: "a"}, UsageError, f"{name} must be") for name in ("n", "logprobs", "min_p")),
         ([1], {"n": True}, UsageError, "n must be of type int, not True"),
-        ([1], {"temperature": float("nan")}, UsageError, "temperature"),
         *(([1], {"stop": stop}, UsageError, "stop must be a string or a list of strings") for stop in (5, [5])),
-        ([1], {"overflow": ["stop"]}, UsageError, "overflow"),
-        ([1], {"repetition_penalti": 1}, UsageError, "did you mean 'repetition_penalty'"),
     ):
         with pytest.raises(error, match=message):
             model.generate(prompt, **more)
@@ -424,29 +418,6 @@ def test_unknown_part_format_is_named(extended, tmp_path):
         read_description(weights)
     with pytest.raises(DataError, match="'biases'"):
         inspect(weights)
-
-
-@pytest.mark.parametrize("norm", ["layernorm", "rmsnorm"])
-def test_vectors_train_with_frozen_matrices(norm):
-    """Each gradient equals the gradient of a fully trained model."""
-    config = ModelConfig(vocab_size=9, seq_len=8, n_layer=2, n_embd=16, n_head=2, norm=norm, mlp="gelu")
-    config = replace(config, bias=norm == "layernorm", qkv_bias=True, embed_norm=True)
-    tokens = np.arange(16, dtype=np.int32) % 9
-    whole = Model(Architecture(config), CpuKernels(threads=1))
-    whole.initialise(1)
-    layout = Layout(spec for spec in whole.layout.specs if not spec.is_matrix)
-    part = Model(Architecture(config), whole.kernels, layout, whole.params)
-    for name, array in part.params.items():
-        array[...] = whole.params[name]
-    for model in (whole, part):
-        model.allocate_master_weights()
-        model.make_gradients()
-        model.grads.flat[...] = np.nan
-        for accumulate in (False, True):
-            Pass(model, 2, 8, training=True).loss_and_gradients(tokens, tokens[::-1], 1.0, accumulate)
-    assert 0 < len(part.grads) < len(whole.grads)
-    for name, gradient in part.grads.items():
-        np.testing.assert_array_equal(gradient, whole.grads[name], name)
 
 
 class Callback(contextlib.nullcontext):

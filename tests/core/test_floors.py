@@ -1,4 +1,4 @@
-"""The layers of the package: imports only from lower layers, and heavy packages only when needed."""
+"""The layers of the package: imports only from lower layers, heavy packages when needed, the core by itself."""
 
 import ast
 import functools
@@ -10,9 +10,13 @@ import subprocess
 import sys
 from pathlib import Path
 
+import distgpt as package
 import pytest
+from distgpt.core.base.errors import UsageError
+from distgpt.core.components import Components
 
-from conftest import ROOT, SMALL, distgpt, succeeded
+from conftest import ROOT, SMALL, ci_ranks, distgpt, losses, succeeded
+from core import alone as core_alone
 
 PACKAGE = ROOT / "distgpt"
 # Packages and modules from the lowest layer up.
@@ -178,3 +182,32 @@ def test_plain_run_loads_only_needed_modules(tmp_path):
     assert MODULES.keys() >= LATER.keys() and "distgpt.core.train.step" in loaded
     assert not loaded & {f"distgpt.{name}" for name in LATER}
     assert str(MODULES["core.train.step"]) in ran and not ran & {str(MODULES[name]) for name in UNUSED}
+
+
+@pytest.mark.parametrize("make", [
+    lambda plain: plain.stage("cuda"), lambda plain: plain.kernels("int8"), lambda plain: plain.text("shards"),
+    lambda plain: plain.quantized("int8"), lambda plain: plain.part("adapter"), lambda plain: plain.metric("bleu"),
+])  # fmt: skip
+def test_plain_components_reject_unknown_names(make):
+    with pytest.raises(UsageError, match=r"unknown .*'(cuda|int8|shards|adapter|bleu)'"):
+        make(Components())
+
+
+@ci_ranks
+@pytest.mark.timeout(900)  # compiling may take minutes
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_core_matches_whole_program(ranks, tmp_path):
+    program, alone, whole = [sys.executable, core_alone.__file__], tmp_path / "alone", tmp_path / "whole"
+    stage = "serial" if ranks == 1 else "mpi"
+    for steps in (3, 6):
+        result = succeeded(stage, alone, str(steps), program=program, ranks=ranks, timeout=600, by=distgpt)
+    settings = [f"--{name.replace('_', '-')}={value}" for name, value in core_alone.SIZE.items() if name != "matmul"]
+    (tmp_path / "own.toml").write_text('matmul = "own"')
+    words = [*settings, "--config", tmp_path / "own.toml", "--threads=1", f"--stage={stage}"]
+    for more in (["--steps=3"], ["--steps=6", "--resume=auto"]):
+        succeeded("train", *words, *more, "--out", whole, ranks=ranks, by=distgpt)
+    assert losses(alone) == losses(whole) and len(losses(alone)) == 6
+    assert len({(run / "weights.safetensors").read_bytes() for run in (alone, whole)}) == 1
+    if ranks == 1:
+        text = package.load(whole / "weights.safetensors").generate("The", max_new_tokens=8, temperature=0)
+        assert result.stdout.rstrip("\n").endswith(text.rstrip("\n"))

@@ -324,12 +324,8 @@ def test_spills_float64_and_narrow_stores_are_detected():
     """, "wrong.cu", (), "sm_90")  # fmt: skip
     used, code = kernel_resources.resources(made.report), disassembled(made.cubin)
     assert used["hungry"].stack > 0 and used["hungry"].spill_stores > 0 and used["hungry"].spill_loads > 0
-    assert [getattr(used["once"], name) for name in ("stack", "spill_stores", "spill_loads", "shared")] == [
-        0,
-        0,
-        0,
-        256,
-    ]
+    once = used["once"]
+    assert (once.stack, once.spill_stores, once.spill_loads, once.shared) == (0, 0, 0, 256)
     assert count(code["hungry"], "STL") and count(code["hungry"], "LDL") and not count(code["once"], "STL")
     in_loops = {name: [each.in_loop for each in kernel if each.is_double] for name, kernel in code.items()}
     assert any(in_loops["hungry"]) and in_loops["once"] and not any(in_loops["once"]) and not in_loops["narrow"]

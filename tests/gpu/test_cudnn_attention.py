@@ -100,10 +100,6 @@ def twice(journal, a=None):
     return [forward(library, a) or backward(library, a) for _ in range(2)][-1]
 
 
-def tensors_of(graph):
-    return {tensor["uid"]: tensor for tensor in graph.inspect()["tensors"].values()}
-
-
 def seen_by(tensor, memory):
     """Return the numbers that a graph's tensor reads from the start of a flat array."""
     strides = [stride * memory.itemsize for stride in tensor["stride"]]
@@ -129,7 +125,7 @@ def test_graphs_are_valid_with_expected_layouts(group):
         (module.backward_graph(shape, None, True), {Q, K, V, Y, DY, STATS, DQ, DK, DV}),
     ):
         graph.validate()
-        tensors = tensors_of(graph)
+        tensors = {tensor["uid"]: tensor for tensor in graph.inspect()["tensors"].values()}
         assert set(tensors) == uids
         for uid, tensor in tensors.items():
             assert np.array_equal(seen_by(tensor, expected[uid][0]), expected[uid][1]), uid

@@ -1,9 +1,12 @@
+import json
+import sys
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 
 import numpy as np
 import pytest
-from devices import needs_the_processor
+from devices import SAME, needs_the_processor
 from distgpt.core.base.errors import UsageError
 from distgpt.core.config import RunConfig
 from distgpt.core.cpu.kernels import CpuKernels
@@ -23,6 +26,8 @@ from distgpt.parallel.reductions import HostWire, ReduceScatterGather
 from fakenccl import NcclError
 from gpuranks import CONFIG, MODEL, SHARDED, batches, on_gpus, packed, steps_of, trained, work_of
 from threadranks import on_all_ranks
+
+from conftest import ROOT, ci_ranks, distgpt, slow_ranks
 
 pytestmark = needs_the_processor
 
@@ -219,3 +224,57 @@ def test_bfloat16_sums_match_host_bitwise():
         for way in ("nccl", "host"):
             for found, known in zip(on_gpus(ranks, summed, way), wanted, strict=True):
                 assert found.tobytes() == known.tobytes(), (ranks, way)
+
+
+HERE, BENCHMARKS = Path(__file__).parent, ROOT / "benchmarks"
+ON_GPUS = [sys.executable, str(HERE / "hostgpu.py")]
+TINY = ["train", *SAME, "--stage", "mpi-cuda", "--n-layer", "1", "--seq-len", "8"]
+# Each exchange, optimizer and gradient type at least once. test_session.py runs all modes.
+MODES = ("overlapped", "sharded", "muon-sharded", "narrow-overlapped", "accumulating", "local")
+
+
+@ci_ranks
+def test_gradient_exchanges_match_host_bitwise(tmp_path):
+    words = (BENCHMARKS / "nccl_modes.py", tmp_path, "--quick", "--only", *MODES)
+    result = distgpt(*words, ranks=2, program=ON_GPUS, env={"WHOLE_GPU": "1", "WHOLE_NCCL": "1"}, timeout=200)
+    assert result.returncode == 0, result.stdout + result.stderr
+    rows = {row["mode"]: row for row in json.loads((tmp_path / "modes.json").read_text())}
+    by_nccl = {name: row for name, row in rows.items() if not name.startswith("host")}
+    assert by_nccl.keys() == set(MODES) and {row["verdict"] for row in by_nccl.values()} == {"same bits"}
+    assert len({row["losses"][-1] for row in by_nccl.values()}) > 3, "the modes are not one and the same"
+    assert "with nccl" in result.stdout
+
+
+FAILING = """
+import sys, time
+sys.path.insert(0, {here!r})
+import hostgpu
+hostgpu.install(2)
+from distgpt.commands.cli import main
+from distgpt.gpu import transport
+from distgpt.core.train.step import Step
+from fakenccl import NcclError
+launch = Step.launch
+
+def launched(self, step, batches, *flags):
+    if step == 2:
+        if self.comm.rank in {ranks}:
+            transport.nccl_module().trouble = NcclError("remote process exited")
+        time.sleep(60)  # as for a sum that never comes
+    return launch(self, step, batches, *flags)
+
+Step.launch = launched
+main()
+"""
+
+
+@slow_ranks
+@pytest.mark.parametrize("ranks", [[1], [0, 1]])
+def test_nccl_failure_ends_the_job_with_one_message(ranks, tmp_path):
+    (driver := tmp_path / "driver.py").write_text(FAILING.format(here=str(HERE), ranks=ranks))
+    how = {"ranks": 2, "program": [sys.executable, str(driver)], "cold": False, "env": {"WHOLE_NCCL": "1"}}
+    result = distgpt(*TINY, "--steps", "9", "--out", tmp_path / "run", timeout=50, **how)
+    assert result.returncode == 70, result.stderr
+    (line,) = [line for line in result.stderr.splitlines() if line.startswith("distgpt: ")]
+    assert any(f"rank {rank}: NCCL failed" in line for rank in ranks) and "remote process exited" in line
+    assert "Traceback" not in result.stderr

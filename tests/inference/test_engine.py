@@ -385,7 +385,7 @@ def test_partial_utf8_is_shown_at_the_end():
     (r"12 tokens.*context.* 9\b.*prompt_logprobs", {"prompt": [1] * 12, "logprobs": 0, "prompt_logprobs": True}),
     (r"12 tokens.*context.* 9\b.*overflow", {"prompt": [1] * 12, "overflow": "stop"}),
     ("prompt is empty", {"prompt": []}), ("tokenizer", {"stop": ("a",)}), ("n", {"n": 0}), ("lookup", {"lookup": 65}),
-    ("overflow", {"overflow": "wrap"}), ("stop", {"stop": ("",)}),
+    ("overflow", {"overflow": ["stop"]}), ("stop", {"stop": ("",)}),
     ("unknown setting 'temperatur'; did you mean 'temperature'", {"temperatur": 1}),
 ])  # fmt: skip
 def test_invalid_requests_are_rejected(words, how):

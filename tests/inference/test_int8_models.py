@@ -3,7 +3,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from decoding import SHAPES, build, distance, marked, plain_scores, round_alike, sequences
+from decoding import SHAPES, build, distance, marked, plain_scores, quantise4, round_alike, sequences
 from distgpt import api
 from distgpt.core.base.errors import DataError, UsageError
 from distgpt.core.base.files import bundled
@@ -19,7 +19,6 @@ from distgpt.inference.quantized.integers import LEVELS, restored
 from distgpt.inference.quantized.kernels import Int8Kernels
 from distgpt.models.quantized.packed import calibrated, moved, round_for
 from distgpt.models.quantized.rounded import quantize
-from plain_int4 import quantise4
 
 COMM = SerialComm()
 

@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+from decoding import quantise4
 from distgpt.core.cpu.compiling.jit import jit
 from distgpt.core.cpu.compiling.processor import ARM64, AVX2, AVX512, features
 from distgpt.core.cpu.matmul.packing import aligned
@@ -11,7 +12,6 @@ from distgpt.inference.quantized import int4, int8, operands
 from distgpt.inference.quantized.integers import BLOCKS, LEVELS, quantise, restored
 from distgpt.inference.quantized.operands import DOT, Integers, blocks_tile, quantise_row, record_of
 from microkernels import routine
-from plain_int4 import quantise4
 
 # Registers, features, and the resulting way.
 WAYS = {

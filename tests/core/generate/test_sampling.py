@@ -83,7 +83,7 @@ def test_repetition_penalty_handles_both_signs():
     assert scores[0] == 2.0, "the caller's scores were changed"
     large = np.array([1e30, -1e30, 1], np.float32)
     for penalty in (0.01, 100):  # the least and the most
-        for how in (0.0, 1.0):
+        for how in (0.0, 1e-300, 1e-30, 1e-7, 1.0):
             assert choose(large, Sampling(temperature=how, repetition_penalty=penalty), 0.5, [0, 1]) == 0
 
 

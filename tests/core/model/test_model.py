@@ -4,21 +4,27 @@ import tracemalloc
 from dataclasses import replace
 
 import distgpt
-import microgpt_plain_python as plain
 import numpy as np
 import pytest
 from adapted import adapted, gradients, merged
 from adapted import expected as expected_of
 from distgpt.core.base.errors import UsageError
-from distgpt.core.config import ModelConfig
+from distgpt.core.comm.api import SerialComm
+from distgpt.core.config import ModelConfig, TrainConfig
 from distgpt.core.config.presets import preset
 from distgpt.core.cpu.fused import flat
 from distgpt.core.cpu.kernels import Bfloat16Kernels, CpuKernels
-from distgpt.core.model.memory import Layout
+from distgpt.core.data.batches import ArrayTokens, Batches
+from distgpt.core.model.memory import ALIGNED, MATRIX, Layout
 from distgpt.core.model.model import Architecture, Model
+from distgpt.core.model.muon import Muon, borders, muon_scalars
+from distgpt.core.model.optim import learning_rate, step_scalars
 from distgpt.core.model.passes import FEW_ROWS, LARGE_LAYER, Pass
 from distgpt.core.ops.kernels import Kernels
+from steps import build_step, state_for
+from threadranks import on_all_ranks
 
+from conftest import SMALL, in_one_job, losses, slow_ranks, train
 from models import BASE, VARIANTS, batch, build, check_by_differences, plain_logits, plain_trace
 
 
@@ -87,19 +93,6 @@ def test_loss_matches_the_formulas():
             assert loss(work, tokens, targets) == pytest.approx(losses.mean(), rel=1e-12), kind
 
 
-def test_accumulated_gradients_equal_large_batch():
-    config = VARIANTS["gpt2"]
-    model = build(config, Kernels("float64"))
-    tokens, targets = batch(config, 4, 7)
-    whole = Pass(model, 4, 7, training=True)
-    whole.loss_and_gradients(tokens, targets, 1.0, accumulate=False)
-    large, half = model.grads.with_flags.copy(), Pass(model, 2, 7, training=True)
-    for i, rows in enumerate((slice(0, 14), slice(14, 28))):
-        half.loss_and_gradients(tokens[rows], targets[rows], 0.5, accumulate=i > 0)
-    np.testing.assert_allclose(model.grads.with_flags, large, rtol=1e-6, atol=1e-14)
-    assert model.grads.flags[0] == pytest.approx(loss(whole, tokens, targets), rel=1e-12)
-
-
 @pytest.mark.parametrize("cut", [[range(1), range(1, 3)], [range(2), range(2, 3)]])
 @pytest.mark.parametrize("fuses", [False, True])
 def test_layer_groups_keep_gradients_and_are_prepared(cut, fuses):
@@ -115,23 +108,31 @@ def test_layer_groups_keep_gradients_and_are_prepared(cut, fuses):
     np.testing.assert_array_equal(*found)
 
 
-def test_model_trains_only_its_layout():
-    config, kernels = replace(VARIANTS["gpt2"], n_layer=3), Kernels("float64")
+@pytest.mark.parametrize("norm", ["layernorm", "rmsnorm"])
+@pytest.mark.parametrize("some, kernels", [("matrices", Kernels("float64")), ("vectors", CpuKernels("float32", 1))])
+def test_model_trains_only_its_layout(some, kernels, norm):
+    config = replace(VARIANTS["gpt2"], n_layer=3, norm=norm, bias=norm == "layernorm", qkv_bias=True, embed_norm=True)
     whole = build(config, kernels)
-    some = Layout(spec for spec in whole.layout.specs if spec.name.startswith(("blocks.2.mlp", "blocks.0.attn")))
-    given = {name: x * (name not in some.offsets) for name, x in whole.params.items()}
-    part = Model(Architecture(config), kernels, some, given)
+    layout = Layout(
+        spec for spec in whole.layout.specs
+        if (spec.name.startswith(("blocks.2.mlp", "blocks.0.attn")) if some == "matrices" else not spec.is_matrix)
+    )  # fmt: skip
+    given = {name: x * (name not in layout.offsets) for name, x in whole.params.items()}
+    part = Model(Architecture(config), kernels, layout, given)
     for name, values in part.params.items():
         values[...] = whole.params[name]
     ends = []
     for model in (whole, part):
+        model.make_gradients()
+        model.grads.flat[...] = np.nan
         work = Pass(model, 4, 7, training=True)
-        work.loss_and_gradients(*batch(config, 4, 7), 1.0, False, ends.append)
-    assert set(part.grads) == set(some.offsets)
+        for accumulate in (False, True):
+            work.loss_and_gradients(*batch(config, 4, 7), 1.0, accumulate, ends.append)
+    assert 0 < len(part.grads) < len(whole.grads) and set(part.grads) == set(layout.offsets)
     for name, values in part.grads.items():
         np.testing.assert_array_equal(values, whole.grads[name])
-    first = some.end_of(name for name in some.offsets if "2.mlp" in name)
-    assert ends[4:] == [first, 0, some.end_of(some.offsets), some.size]
+    of_layers = [[name for name in layout.offsets if f"blocks.{i}." in name] for i in (2, 1, 0)]
+    assert ends[8:] == 2 * [*map(layout.end_of, of_layers), layout.size]
 
 
 def test_recompute_keeps_gradients():
@@ -261,33 +262,6 @@ def test_model_repr():
     assert "(4, 3, 7, 7)" in repr(model.trace(TOKENS))
 
 
-def test_tiny_temperatures_are_greedy():
-    model = distgpt.init(VARIANTS["gpt2"], dtype="float64")
-    greedy = model.generate([1, 2], 5, temperature=0)
-    assert model.generate([1, 2], 5) == model.generate([1, 2], 5, temperature=0.8) != greedy
-    for temperature in (1e-300, 1e-30, 1e-7, 1e-6):
-        assert model.generate([1, 2], 5, temperature=temperature) == greedy
-
-
-@pytest.mark.parametrize("changes", [{}, {"n_layer": 2, "n_embd": 12, "n_head": 3}])
-def test_logits_and_losses_agree(changes):
-    tokens = [26, *(ord(letter) - ord("a") for letter in "helena"), 26]  # 26 for the boundary at both ends
-    for kernels in (Kernels("float64"), CpuKernels("float64", 1)):
-        model = Model(Architecture(preset("microgpt", changes).model), kernels)
-        assert changes or model.layout.size == 4192  # published size
-        model.initialise(3)
-        weights = {name: np.array(values).tolist() for name, values in model.weights.items()}
-        shape = plain.Shape(model.config.n_layer, model.config.n_head, model.config.norm_eps)
-        work = Pass(model, 1, len(tokens) - 1, training=False)
-        inputs, targets = (kernels.integers(side) for side in (tokens[:-1], tokens[1:]))
-        scores, loss = kernels.zeros(len(inputs), model.config.padded_vocab), kernels.zeros(1)
-        work.logits(scores, work.forward(inputs))
-        expected = list(plain.logits(weights, shape, tokens[:-1]))
-        np.testing.assert_allclose(scores, expected, rtol=1e-10, atol=1e-10)
-        work.loss(loss, inputs, targets)
-        assert float(loss[0]) == pytest.approx(plain.mean_loss(weights, shape, [tokens]), rel=1e-10)
-
-
 def close(found, wanted, tolerance):
     assert found.keys() == wanted.keys()
     for name, gradient in wanted.items():
@@ -372,3 +346,153 @@ def test_low_rank_addition_is_identical_for_any_threads(monkeypatch):
         kernels.add_low_rank(y, w, b, a, 0.5)
         found.append(y)
     assert found[0].any() and all(np.array_equal(found[0], each) for each in found)
+
+
+MODEL = ModelConfig(64, seq_len=8, n_layer=3, n_head=4, n_kv_head=2, n_embd=32, value_embeddings=True)
+MODEL = replace(MODEL, mlp="swiglu", tied=False)
+CONFIG = TrainConfig(batch_size=24, seed=3, recompute="mlp", matmul="own", clip=0.5)
+CONFIG = replace(CONFIG, optimizer="muon", lr=0.02, embedding_lr=0.1)
+
+
+def trained(comm, kernels=None, **how):
+    config = replace(CONFIG, **how)
+    model = Model(Architecture(MODEL), kernels or CpuKernels("float32"))
+    model.allocate_master_weights(comm.size)
+    model.initialise(1)
+    tokens = ArrayTokens(np.arange(700, dtype=np.uint16) * 7 % MODEL.vocab_size)
+    batches = Batches(tokens, MODEL.seq_len, config.batch_size, config.seed)
+    state = state_for(model, config, comm)
+    work, optimizer = build_step(state, comm, config), state.optimizer
+    read = [work.launch(step, batches).wait()[:2] for step in range(5)]
+    return model.weights, optimizer, np.array(read)
+
+
+def test_muon_updates_only_matrices_of_layers():
+    _, optimizer, _ = trained(SerialComm(), Kernels())
+    for spec in optimizer.model.layout.specs:
+        is_muons = spec.name.startswith("blocks.") and spec.name.endswith((".qkv.w", ".proj.w", ".fc.w"))
+        assert (spec.group == MATRIX) is is_muons, spec.name
+        second = (sum(max(shape) for shape in parts_of(spec)),) if is_muons else spec.shape
+        assert (optimizer.m[spec.name].shape, optimizer.v[spec.name].shape) == (spec.shape, second), spec.name
+
+
+def parts_of(spec):
+    """Return the shapes of the matrices; q, k and v are separate, and swiglu's two."""
+    rows, columns = spec.shape
+    heights = {"qkv": (32, 16, 16), "fc": (rows // 2, rows // 2)}.get(spec.name.split(".")[-2], (rows,))
+    return [(height, columns) for height in heights]
+
+
+@pytest.fixture
+def updated():
+    def moved(config, change=lambda gradients: None):
+        model = Model(Architecture(config), Kernels())
+        model.allocate_master_weights()
+        model.initialise(1)
+        optimizer = Muon(model, replace(CONFIG, weight_decay=0.0, warmup=0, clip=0.0))
+        model.grads.flat[:] = np.random.default_rng(0).standard_normal(model.layout.size)
+        change(model.grads)
+        before = {name: array.copy() for name, array in model.weights.items()}
+        optimizer.step(0, 1.0)
+        return {spec: (before[spec.name] - model.weights[spec.name]) / CONFIG.lr for spec in model.layout.specs}
+
+    return moved
+
+
+def test_heads_are_orthogonalized_separately(updated):
+    """Heads with equal gradients still move at full length."""
+
+    def repeat(gradients):
+        for first in (0, 32, 64):  # q, k and v, of four heads of 8 rows
+            of = gradients["blocks.0.attn.qkv.w"]
+            of[first + 8 : first + 16] = of[first : first + 8]
+
+    found = updated(replace(MODEL, n_kv_head=4), repeat)
+    (moved,) = (values for spec, values in found.items() if spec.name == "blocks.0.attn.qkv.w")
+    np.testing.assert_allclose([np.linalg.norm(part) for part in np.split(moved, 3)], np.sqrt(32), rtol=0.1)
+
+
+def test_update_moves_equally_in_every_direction(updated):
+    for spec, moved in updated(MODEL).items():
+        if spec.group != MATRIX:
+            assert 0 < abs(moved).max() < 0.11 / CONFIG.lr, spec.name
+            continue
+        for rows, columns in parts_of(spec):
+            part, moved = moved[:rows], moved[rows:]
+            length = np.linalg.norm(part) / max(1, rows / columns) ** 0.5 / min(rows, columns) ** 0.5
+            assert 0.85 < length < 1.15, spec.name
+
+
+def test_muon_decay_falls_with_the_rate():
+    config = replace(CONFIG, steps=100, warmup=10, schedule="wsd", decay_fraction=0.5, weight_decay=0.2)
+    early, late = (muon_scalars(config, step, learning_rate(config, step), 1.0, 1.0) for step in (20, 99))
+    assert early.weight_decay == 0.2 and late.weight_decay == pytest.approx(0.2 * 0.02)
+    assert 0.85 < early.momentum < late.momentum < config.momentum
+
+
+def test_groups_have_separate_learning_rates():
+    config = replace(CONFIG, embedding_lr=0.3, head_lr=0.0, vector_lr=0.01, warmup=0, schedule="constant")
+    scale, clip, _, *groups = step_scalars(config, 0, config.lr, 0.5, 0.25)
+    assert (scale, clip) == (0.5, 2 * config.clip)
+    rates = np.reshape(groups, (-1, 2))[:, 0] * (1 - config.beta1)
+    assert rates == pytest.approx([0.02, 0.3, 0.3, 0.02, 0.01])  # value_lr is embedding_lr
+    own = step_scalars(replace(config, value_lr=0.1), 0, config.lr, 0.5, 0.25)
+    assert own[7] == pytest.approx(0.1 / (1 - config.beta1))
+    plain = step_scalars(replace(config, optimizer="adamw"), 0, config.lr, 0.5, 0.25)
+    assert plain[4::2] == pytest.approx([1 - rate * config.weight_decay for rate in rates[:4]] + [1.0])
+
+
+def test_borders_cut_no_matrix():
+    layout = Architecture(MODEL).layout
+    specs = [spec for spec in layout.specs if spec.group == MATRIX]
+    matrices = [(start := layout.offsets[spec.name], start + spec.size) for spec in specs]
+    for parts in range(1, 40):
+        bounds = borders(layout, parts, lambda spec: spec.size)
+        assert len(bounds) == parts + 1 and bounds == sorted(bounds)
+        assert bounds[0] == 0 and bounds[-1] == layout.size
+        for bound in bounds:
+            assert bound % ALIGNED == 0 and not any(start < bound < stop for start, stop in matrices)
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_ranks_share_muon_updates(ranks):
+    weights, optimizer, read = trained(SerialComm())
+    for how in ({}, {"grad_sync": "sharded"}, {"grad_sync": "overlapped"}):
+        found = on_all_ranks(ranks, lambda comm, how=how: trained(comm, **how))
+        for others, part, numbers in found:
+            np.testing.assert_allclose(others.flat, weights.flat, atol=2e-5, err_msg=str(how))
+            np.testing.assert_allclose(numbers, read, rtol=1e-4)
+            np.testing.assert_allclose(part.m.flat, optimizer.m.flat[part.own], atol=2e-6)
+            np.testing.assert_allclose(part.v.flat, optimizer.v.flat[part.v_own], atol=2e-6)
+        for others, *_ in found[1:]:
+            np.testing.assert_array_equal(others.flat, found[0][0].flat)
+
+
+def test_reproducible_parts_match_on_any_ranks():
+    how = {"reproducible_parts": 4}
+    weights, *_ = trained(SerialComm(), **how, grad_accum=4)
+    for ranks in (2, 4):
+        found = on_all_ranks(ranks, lambda comm, ranks=ranks: trained(comm, **how, grad_accum=4 // ranks))
+        assert all(np.array_equal(others.flat, weights.flat) for others, *_ in found)
+
+
+RECIPE = ["--optimizer", "muon", "--lr", "0.02", "--set", "embedding_lr=0.1", "--schedule", "constant"]
+RECIPE += ["--save-every", "5", "--n-head", "4", "--n-kv-head", "2", "--positions", "rope"]
+
+
+@slow_ranks
+def test_muon_runs_resume_and_move_between_ranks(tmp_path):
+    whole = train(tmp_path / "whole", "--steps", "10", *RECIPE)
+    begin = ["train", *SMALL, *RECIPE, "--stage", "mpi", "--out"]
+    resume = ["train", "--stage", "mpi", "--threads", "1", "--steps", "10", "--resume", "auto", "--out"]
+    ways = {sync: ["--grad-sync", sync] for sync in ("allreduce", "sharded")} | {"local": ["--outer-every", "5"]}
+    jobs = [[*begin, tmp_path / "moved", "--steps", "5", "--grad-sync", "sharded"]]
+    for name, how in ways.items():
+        jobs += [[*begin, tmp_path / name, "--steps", "5", *how], [*resume, tmp_path / name]]
+        jobs.append([*begin, tmp_path / f"{name}-whole", "--steps", "10", *how])
+    assert all(ended == ("", {0}) for ended in in_one_job(jobs, ranks=2))
+    for name in ways:
+        assert losses(tmp_path / name) == losses(tmp_path / f"{name}-whole"), name
+    train(tmp_path / "moved", "--steps", "10", "--resume", "auto", *RECIPE)
+    for name in ("allreduce", "sharded", "moved"):
+        np.testing.assert_allclose(losses(tmp_path / name), losses(whole), rtol=1e-5)

@@ -235,12 +235,6 @@ def disk(tmp_path):
     return tmp_path / "disk"
 
 
-def fill(path):
-    with path.open("wb", buffering=0) as file, pytest.raises(OSError, match="space"):
-        while True:
-            file.write(bytes(4096))
-
-
 @pytest.mark.ci
 @pytest.mark.parametrize("words", [
     ["--save", "sync"],
@@ -277,7 +271,9 @@ def test_run_survives_disk_filled_by_others(tmp_path, disk, monkeypatch, save, u
             third, end = run / "checkpoints" / "step-00000015", time.monotonic() + 30
             while not third.exists() and time.monotonic() < end:  # may still be in progress
                 time.sleep(0.01)
-            fill(filler)
+            with filler.open("wb", buffering=0) as file, pytest.raises(OSError, match="space"):
+                while True:
+                    file.write(bytes(4096))
         if step == until:
             filler.unlink()
         return launch(self, step, *rest)
