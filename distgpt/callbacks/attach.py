@@ -29,6 +29,11 @@ def callbacks_of(run: Run, limits: Limits) -> Sequence[Callback]:
         result.append(Stragglers())
     end_job = partial(save_and_exit, run)
     result.append(Watchdog(run.comm, run.activity, limits, pace.usual, run.report.note, end_job))
+    validation = run.assessment and run.assessment.validation
+    if validation and run.settings.within_minutes:
+        from distgpt.callbacks.forecast import Forecast  # loads all of evaluation
+
+        result.append(Forecast(run, validation))
     if limits.end is not None and run.comm.rank == 0:  # other ranks are notified through a step's flags
         result.append(Deadline(run, limits.end, pace))
     return result

@@ -288,7 +288,7 @@ def _report(run: Any, request: RunRequest, as_json: bool) -> None:
         from distgpt.recipes.within import outcome
 
         if told := outcome(request.expected_bits, run):
-            show("expected", told)
+            show("predicted", told)
     if seconds := run.progress.seconds:
         rate = run.settings.batch_size * run.model.config.seq_len * len(seconds) / sum(seconds)
         took, steps = clock(time.monotonic() - run.stage.begun), count(len(seconds), "step")

@@ -173,8 +173,6 @@ class Law:
 PAIRS_LAW = Law(E=0.0457, A=4.9509, a=0.3, B=4.212, b=0.065)  # runs with initial weights from pairs
 LAW = Law(E=0.66, A=17.3338, a=0.3, B=249.1379, b=0.4)  # longer runs; see docs/explanation/learning.md
 LAWS_VOCABULARY = 8192
-# Typical relative error of the laws (docs/explanation/learning.md).
-EXPECTED_WITHIN = 0.1
 # Repeated passes teach less. From the second pass on, the gain falls to 1/e after 15 passes. All repeated
 # passes together are worth 15 passes over new text (arXiv 2305.16264).
 REPEATED = 15.0
@@ -190,11 +188,6 @@ class Choice(NamedTuple):
     tokens: float
     seconds: float
     bits_per_byte: float
-
-
-def bits_range(bits: float) -> str:
-    low, high = (bits * (1 + off) for off in (-EXPECTED_WITHIN, EXPECTED_WITHIN))
-    return f"{low:.2f} to {high:.2f}"
 
 
 def expected_bits(depth: int, tokens: float, text: Text) -> float:

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from distgpt.callbacks.forecast import WITHIN, Forecast, bits_range
 from distgpt.core.base.errors import Say
 from distgpt.core.base.formatting import clock, count, parse_duration
 from distgpt.core.comm.agree import on_root
@@ -29,13 +30,16 @@ from distgpt.corpora.mixture import paths_of
 from distgpt.corpora.tokenizers.bpe import LARGE, learned_size
 from distgpt.recipes.depth import difficulty, holds_out, text_of, titled
 from distgpt.recipes.derived import configured
-from distgpt.recipes.scaling import EXPECTED_WITHIN, Choice, Text, bits_range, choose
+from distgpt.recipes.scaling import Choice, Text, choose
 
 STEP_SECONDS = 1.5  # timing of one depth
 MOST_MEASURING = 0.04  # fraction of the time
 # If a run takes a smaller fraction of its planned steps, other programs probably use the machine. Evaluations
 # and writing need some of the time.
 FEWER = 0.8
+MANY = 3  # passes over the text
+# Relative error of the prediction before the run, from the laws and zlib (docs/explanation/learning.md).
+UNMEASURED = 0.2
 SHORTER = 0.9  # a run that needs a larger fraction takes all its time
 
 
@@ -81,8 +85,8 @@ def with_clock(request: RunRequest, stage: Stage, say: Say) -> RunRequest:
     if stage.comm.rank == 0:
         read = f"{result.tokens / 1e6:.2g} M tokens"
         times = f"{result.tokens / text.tokens:.2g} times the text"
-        expected = f"{bits_range(result.bits_per_byte)} bits per byte on unseen text"
-        say(f"--within: depth {result.depth} reads about {read}, {times}, and should reach {expected}")
+        likely = f"{bits_range(result.bits_per_byte, UNMEASURED)} bits per byte on unseen text"
+        say(f"--within: depth {result.depth} reads about {read}, {times}; predicted: {likely}")
         if rest < seconds:
             say(f"--within: the run ends after about {clock(rest)}, because the text is too short for more")
         if not held_out:
@@ -102,21 +106,29 @@ def _text(given: Mapping[str, Any]) -> tuple[Text, bool]:
 
 
 def outcome(expected: float, run: Run) -> str:
-    """Compare a new run with its estimate and explain a difference; "" if there was no estimate."""
+    """Compare a run with its last prediction and explain a difference; "" if there was no prediction.
+
+    `expected`: the bits per byte predicted before the run, or 0.
+    """
     t, made, best = run.settings, run.progress.step, run.checkpoints.best
     why = []
     if t.train_minutes and made < FEWER * t.steps:
         fewer = f"{made:,} of about {count(t.steps, 'step')} were possible in the time"
         why.append(f"{fewer}; other programs may be using this machine")
     reached = run.bits_per_byte(best.loss) if best else None
-    if not expected or reached is None:
+    known = [each.predicted for each in run.callbacks if isinstance(each, Forecast) and each.predicted]
+    bits, off = (known[0], WITHIN) if known else (expected, UNMEASURED)
+    if not bits or reached is None:
         return "".join(why)
     trained = run.report.bits_per_byte(run.progress.loss)
-    if reached > (most := (1 + EXPECTED_WITHIN) * expected):
+    passes = made * t.batch_size / run.batches.windows_per_epoch
+    if reached > (most := (1 + off) * bits):
         if trained and trained <= most:
             why.append(f"training reached {trained:.2f}, so the held-out text differs from the rest")
+        if passes > MANY:
+            why.append(f"the text was read {passes:.1f} times")
         why = why or ["this text is harder than the text the estimate is based on"]
-    return "; ".join([f"{bits_range(expected)} bits per byte, reached {reached:.2f}", *why])
+    return "; ".join([f"{bits_range(bits, off)} bits per byte, reached {reached:.2f}", *why])
 
 
 def _with_steps(request: RunRequest, stage: Stage, seconds: float, say: Say) -> RunRequest:

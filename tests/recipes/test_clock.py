@@ -211,7 +211,7 @@ def test_within_does_not_overfit_a_short_file(tmp_path):
     notes, t, metrics = within(resolve_data("story"), 600, tmp_path / "run", val_fraction=0.1)
     assert "the run ends after about 0:" in notes and not t.train_minutes
     assert metrics[-1]["step"] == t.steps  # its passes end it, not the clock
-    assert "--val-fraction" not in notes
+    assert "--val-fraction" not in notes and "predicted at the end" in notes
     read = t.batch_size * RunDirectory(tmp_path / "run").saved().model.seq_len * metrics[-1]["step"]
     assert read < 30 * resolve_data("story").stat().st_size  # a busy machine measures what it gets
     # The number of steps depends on the load; the choice of evaluated steps does not.

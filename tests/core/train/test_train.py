@@ -18,6 +18,7 @@ import pytest
 from disks import names, raising
 from distgpt.callbacks import attach
 from distgpt.callbacks.attach import latest_step
+from distgpt.callbacks.forecast import Forecast
 from distgpt.cluster.launch import job
 from distgpt.cluster.launch.environment import job_end
 from distgpt.core.base import interrupts
@@ -250,9 +251,13 @@ def test_end_of_run_shows_best_weights(tmp_path):
 
 
 def test_outcome_compares_with_expected_loss():
-    def said(expected, made=100, reached=2.0, trained=2.0, minutes=1.0):
+    def said(expected, made=100, reached=2.0, trained=2.0, minutes=1.0, predicted=None, windows=1000):
+        forecast = object.__new__(Forecast)
+        forecast.predicted = predicted
         run = SimpleNamespace(
             settings=TrainConfig(steps=100, train_minutes=minutes),
+            callbacks=[forecast],
+            batches=SimpleNamespace(windows_per_epoch=windows),
             progress=Progress(step=made, loss=trained),
             checkpoints=SimpleNamespace(best=reached and Best(reached, 9)),
             bits_per_byte=lambda loss: loss,
@@ -262,7 +267,9 @@ def test_outcome_compares_with_expected_loss():
 
     assert said(0.0) == said(0.0, made=60, minutes=0.0) == said(2.0, reached=None) == ""
     assert "other programs" in said(0.0, made=60) and "60 " in said(0.0, made=60)
-    assert said(2.0) == "1.80 to 2.20 bits per byte, reached 2.00"
+    assert said(2.0) == "1.60 to 2.40 bits per byte, reached 2.00"
+    assert said(3.0, predicted=2.1) == "1.89 to 2.31 bits per byte, reached 2.00"
+    assert said(2.0, reached=3.0, trained=3.0, windows=160).endswith("; the text was read 10.0 times")
     assert "held-out text differs" in said(2.0, reached=3.0) and "held-out text differs" not in said(2.0, made=60)
     assert "harder" in said(2.0, reached=3.0, trained=3.0)
     assert "harder" not in said(2.0, made=60, reached=3.0, trained=3.0)
