@@ -19,8 +19,8 @@ MARKS = (0.12, 0.24, 0.48)
 SAMPLED = 0.015  # held-out tokens per measurement, as a fraction of the training tokens
 # Exponents, see docs/explanation/learning.md: ratio of the remaining slope to the measured one, because the
 # learning rate decays, and the slope if only one point is known.
-STEEPER, USUAL = 1.2, -0.04
-WITHIN = 0.1  # relative error
+STEEPER, USUAL = 1.1, -0.04
+WITHIN, EARLY = 0.1, 0.2  # relative errors of the last prediction and of the first one
 
 
 class Forecast(AbstractContextManager["Forecast"]):
@@ -33,7 +33,7 @@ class Forecast(AbstractContextManager["Forecast"]):
         self._run, self._last_loss, t = run, run.progress.val_loss, run.settings
         self._begun = -1.0  # elapsed fraction of the run's time at the first steps
         self.curve: list[list[float]] = []  # fraction of the steps' time, and bits per byte
-        self.predicted: float | None = None
+        self.predicted: tuple[float, float] | None = None  # bits per byte, and their relative error
         self._is_alone = run.comm.size == 1 and not run.model.kernels.capabilities.is_async
         most = SAMPLED * t.steps * t.batch_size * run.model.config.seq_len
         self._spans = validation.spans[:: math.ceil(validation.count / most)]
@@ -65,9 +65,9 @@ class Forecast(AbstractContextManager["Forecast"]):
         if (bits := run.bits_per_byte(loss)) is not None:  # None on other ranks
             self.curve.append([fraction, bits])
             if fraction >= MARKS[1]:
-                self.predicted = predicted(self.curve)
+                self.predicted = predicted(self.curve), WITHIN if fraction >= MARKS[2] else EARLY
                 now = f"after {fraction:.0%} of the training time: {bits:.2f} bits per byte on held-out text"
-                run.report.note(f"--within: {now}, {bits_range(self.predicted)} predicted at the end")
+                run.report.note(f"--within: {now}, {bits_range(*self.predicted)} predicted at the end")
         return {}
 
 
@@ -81,5 +81,5 @@ def predicted(curve: Sequence[Sequence[float]]) -> float:
     return bits * math.pow(fraction, -STEEPER * slope)
 
 
-def bits_range(bits: float, within: float = WITHIN) -> str:
+def bits_range(bits: float, within: float) -> str:
     return f"{bits * (1 - within):.2f} to {bits * (1 + within):.2f}"
