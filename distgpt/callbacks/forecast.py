@@ -17,10 +17,11 @@ from distgpt.core.train.run import Run
 # first only gives a slope.
 MARKS = (0.12, 0.24, 0.48)
 SAMPLED = 0.015  # held-out tokens per measurement, as a fraction of the training tokens
-# Exponents, see docs/explanation/learning.md: ratio of the remaining slope to the measured one, because the
-# learning rate decays, and the slope if only one point is known.
-STEEPER, USUAL = 1.2, -0.04
-WITHIN = 0.1  # relative error
+# Fitted to measured curves (docs/explanation/learning.md).
+STEEPER = 1.2  # ratio of the remaining exponent to the measured one, because the learning rate decays
+FLATTER = 1.5  # how much less of a large expected drop remains
+USUAL = -0.04  # exponent if only one point is known
+WITHIN = 0.06  # relative error if no drop is expected
 
 
 class Forecast(AbstractContextManager["Forecast"]):
@@ -33,7 +34,7 @@ class Forecast(AbstractContextManager["Forecast"]):
         self._run, self._last_loss, t = run, run.progress.val_loss, run.settings
         self._begun = -1.0  # elapsed fraction of the run's time at the first steps
         self.curve: list[list[float]] = []  # fraction of the steps' time, and bits per byte
-        self.predicted: float | None = None
+        self.predicted: tuple[float, float] | None = None  # bits per byte, and their relative error
         self._is_alone = run.comm.size == 1 and not run.model.kernels.capabilities.is_async
         most = SAMPLED * t.steps * t.batch_size * run.model.config.seq_len
         self._spans = validation.spans[:: math.ceil(validation.count / most)]
@@ -67,19 +68,21 @@ class Forecast(AbstractContextManager["Forecast"]):
             if fraction >= MARKS[1]:
                 self.predicted = predicted(self.curve)
                 now = f"after {fraction:.0%} of the training time: {bits:.2f} bits per byte on held-out text"
-                run.report.note(f"--within: {now}, {bits_range(self.predicted)} predicted at the end")
+                run.report.note(f"--within: {now}, {bits_range(*self.predicted)} predicted at the end")
         return {}
 
 
-def predicted(curve: Sequence[Sequence[float]]) -> float:
-    """Return the final bits per byte by a power law in time through the last two points."""
+def predicted(curve: Sequence[Sequence[float]]) -> tuple[float, float]:
+    """Return the final bits per byte, and their relative error, by a power law in time."""
     fraction, bits = curve[-1]
-    slope = USUAL
+    exponent = USUAL
     if len(curve) > 1:
         before, then = curve[-2]
-        slope = min(0.0, math.log(bits / then) / math.log(fraction / before))  # the best weights are kept
-    return bits * math.pow(fraction, -STEEPER * slope)
+        exponent = min(0.0, math.log(bits / then) / math.log(fraction / before))  # the best weights are kept
+    power = STEEPER * exponent * math.log(fraction)
+    drop = power / (1 + FLATTER * power)
+    return bits * math.exp(-drop), WITHIN + drop / 2
 
 
-def bits_range(bits: float, within: float = WITHIN) -> str:
+def bits_range(bits: float, within: float) -> str:
     return f"{bits * (1 - within):.2f} to {bits * (1 + within):.2f}"

@@ -142,11 +142,13 @@ def parsed_settings(context: click.Context, param: click.Parameter, pairs: Seque
 
 
 def joined_sources(context: click.Context, param: click.Parameter, sources: Sequence[str]) -> str | None:
-    """Return the value of the setting `data`. Only sources with weights can be combined."""
-    for source in sources if len(sources) > 1 else ():
-        if not re.search(r".:[^:,/\\]*$", source):
-            raise UsageError(f"--data {source} must have a weight if there are several: --data {source}:1")
-    return ",".join(sources) or None
+    """Return the value of the setting `data`: all sources with weights, or the last one without."""
+    plain = [source for source in sources if not re.search(r".:[^:,/\\]*$", source)]
+    if len(plain) == len(sources):
+        return sources[-1] if sources else None
+    if plain and len(sources) > 1:
+        raise UsageError(f"--data {plain[0]} must have a weight, as others have: --data {plain[0]}:1")
+    return ",".join(sources)
 
 
 def setting_option(name: str, about: Setting, **more: Any) -> Callable[[F], F]:

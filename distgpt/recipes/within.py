@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from distgpt.callbacks.forecast import WITHIN, Forecast, bits_range
+from distgpt.callbacks.forecast import Forecast, bits_range
 from distgpt.core.base.errors import Say
 from distgpt.core.base.formatting import clock, count, parse_duration
 from distgpt.core.comm.agree import on_root
@@ -117,7 +117,7 @@ def outcome(expected: float, run: Run) -> str:
         why.append(f"{fewer}; other programs may be using this machine")
     reached = run.bits_per_byte(best.loss) if best else None
     known = [each.predicted for each in run.callbacks if isinstance(each, Forecast) and each.predicted]
-    bits, off = (known[0], WITHIN) if known else (expected, UNMEASURED)
+    bits, off = known[0] if known else (expected, UNMEASURED)
     if not bits or reached is None:
         return "".join(why)
     trained = run.report.bits_per_byte(run.progress.loss)

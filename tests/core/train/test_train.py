@@ -268,7 +268,7 @@ def test_outcome_compares_with_expected_loss():
     assert said(0.0) == said(0.0, made=60, minutes=0.0) == said(2.0, reached=None) == ""
     assert "other programs" in said(0.0, made=60) and "60 " in said(0.0, made=60)
     assert said(2.0) == "1.60 to 2.40 bits per byte, reached 2.00"
-    assert said(3.0, predicted=2.1) == "1.89 to 2.31 bits per byte, reached 2.00"
+    assert said(3.0, predicted=(2.1, 0.1)) == "1.89 to 2.31 bits per byte, reached 2.00"
     assert said(2.0, reached=3.0, trained=3.0, windows=160).endswith("; the text was read 10.0 times")
     assert "held-out text differs" in said(2.0, reached=3.0) and "held-out text differs" not in said(2.0, made=60)
     assert "harder" in said(2.0, reached=3.0, trained=3.0)
