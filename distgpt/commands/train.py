@@ -284,7 +284,7 @@ def _report(run: Any, request: RunRequest, as_json: bool) -> None:
     known = [f"{name} {loss_and_bits(loss, bits(loss))}" for name, loss, bits in losses if loss is not None]
     if known:
         show("losses", ", ".join(known))
-    if request.tokens:
+    if request.tokens or run.settings.within_minutes:
         from distgpt.recipes.within import outcome
 
         if told := outcome(request.expected_bits, run):
