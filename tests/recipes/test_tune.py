@@ -111,10 +111,11 @@ def test_long_examples_are_truncated_or_dropped(chats, tmp_path):
     path, said = written(tmp_path / "chats.jsonl", *rows), []
     request = DataRequest(str(path), seq_len=80, existing=load_tokenizer("byte", ""))
     found = LOADING.load(SerialComm(), request, said.append).train
-    assert len(said) == 1 and re.match(r"2 of 7 examples .*81 tokens \(--seq-len\).* 1 without an answer", said[0])
-    assert len(found.starts) == len(ROWS) + 2 and max(np.diff(found.starts)) == 80
+    # A long text is split instead: 220 bytes are three examples.
+    assert len(said) == 1 and re.match(r"1 of 9 examples .*81 tokens \(--seq-len\).* 1 without an answer", said[0])
+    assert len(found.starts) == len(ROWS) + 4 and max(np.diff(found.starts)) == 80
     parts = LOADING.load(SerialComm(), replace(request, val_fraction=0.4), said.append)
-    assert (len(parts.train.starts), len(parts.val.starts)) == (5, 3)
+    assert (len(parts.train.starts), len(parts.val.starts)) == (6, 4)
     assert parts.train.fingerprint != found.fingerprint
 
 
@@ -250,3 +251,14 @@ def test_tuned_model_memorizes_answers(chats, tmp_path):
     with popen(*asked, stdin=-1, stdout=-1, stderr=-1, encoding="utf-8") as process:
         said, _ = process.communicate("".join(f"/reset\n{question}\n" for question in CHATS), timeout=60)
     assert said.split("\n")[: len(CHATS)] == list(CHATS.values())
+
+
+def test_dry_run_shows_examples_and_writes_nothing(chats, tmp_path):
+    rows = [*ROWS, {"prompt": "Why?", "completion": "Long. " * 40}]
+    path = written(tmp_path / "data" / "chats.jsonl", *rows)
+    said = tuned(path, tmp_path / "run", "--dry-run", "--seq-len", "96", "--epochs", "2")
+    assert said.count(" of them trained on\n") == 5 and "«Old Marta keeps it.\n\nUser:\n»" in said
+    assert re.search(r"longest   .*chats.jsonl, line 6: 2\d\d tokens", said)
+    assert re.search(r"cut       after 97 tokens .*: .*chats.jsonl, line 6: ", said)
+    assert re.search(r"time      4 steps take .* per step", said)
+    assert [*tmp_path.iterdir()] == [path.parent]
