@@ -258,7 +258,7 @@ def test_dry_run_shows_examples_and_writes_nothing(chats, tmp_path):
     path = written(tmp_path / "data" / "chats.jsonl", *rows)
     said = tuned(path, tmp_path / "run", "--dry-run", "--seq-len", "96", "--epochs", "2")
     assert said.count(" of them trained on\n") == 5 and "«Old Marta keeps it.\n\nUser:\n»" in said
-    assert re.search(r"longest   .*chats.jsonl, line 6: 2\d\d tokens", said)
+    assert re.search(r"longest   .*chats.jsonl, line 6: 1\d\d tokens", said)
     assert re.search(r"cut       after 97 tokens .*: .*chats.jsonl, line 6: ", said)
     assert re.search(r"time      4 steps take .* per step", said)
     assert [*tmp_path.iterdir()] == [path.parent]
