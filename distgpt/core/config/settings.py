@@ -268,6 +268,14 @@ class TrainConfig:
     lora_alpha: float = of_model(
         0.0, "LoRA alpha: adapters are scaled by alpha / rank. 0: twice the rank.", low=0, most=1e6
     )
+    lora_base: str = of_model(
+        "none",
+        "With --lora-rank: keep the frozen matrices of the layers in int8 or int4 in memory (CPUs). none: in"
+        " --dtype.",
+        choices=("none", *QUANTIZED_DTYPES),
+        flag="--base",
+        first=True,
+    )
     lora_matrices: str = of_model(
         "all",
         "Matrices with LoRA adapters, separated by commas: q, k, v, o (attention), gate, up, down (MLP;"
@@ -460,6 +468,8 @@ class TrainConfig:
                     f"lora_matrices {self.lora_matrices!r:.80} has {name!r:.40}"
                     f"{did_you_mean(name, LORA_MATRICES)}"
                 )
+        if self.is_base_small and not self.lora_rank:
+            raise UsageError(f"--base {self.lora_base} requires adapters, --lora-rank N")
         if self.min_lr > self.lr:
             raise UsageError(f"min_lr ({self.min_lr}) must not exceed lr ({self.lr})")
         if self.grad_accum and self.batch_size % self.grad_accum:
@@ -471,6 +481,11 @@ class TrainConfig:
     def adapted(self) -> tuple[str, ...]:
         """The matrices that get LoRA adapters."""
         return LORA_MATRICES if self.lora_matrices == "all" else tuple(self.lora_matrices.split(","))
+
+    @property
+    def is_base_small(self) -> bool:
+        """Whether the frozen matrices are quantized in memory."""
+        return self.lora_base != "none"
 
     @property
     def lora_scale(self) -> float:
