@@ -189,6 +189,9 @@ class AllComponents(Components):
             from distgpt.corpora.chats.examples import check as check_chats
 
             check_chats(t, ranks, on_gpu)
+        if t.patience:
+            ends = {"outer-every": bool(t.outer_every), "set train_minutes": bool(t.train_minutes)}
+            reject_combination("--patience", ends, "it ends the run after any step")
         if t.lora_rank:
             from distgpt.models.adapters import check as check_lora
 
@@ -247,6 +250,10 @@ class AllComponents(Components):
             from distgpt.callbacks.attach import timed_budget
 
             return timed_budget(t, last, times, pace, model, validation)
+        if t.patience:
+            from distgpt.callbacks.attach import PatientBudget
+
+            return PatientBudget(last, t.patience)
         return super().budget(t, last, times, pace, model, validation)
 
     def disk(

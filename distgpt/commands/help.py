@@ -25,7 +25,7 @@ OPTIONS = (
     *("grad_sync", "gradient_dtype", "outer_every"),
     *("reproducible_parts", "balance", "recompute"),
     *("save_every", "save", "keep", "keep_every", "on_bad_step"),
-    *("sample_every", "eval_every", "val", "val_fraction", "val_tokens", "hellaswag"),
+    *("sample_every", "eval_every", "patience", "val", "val_fraction", "val_tokens", "hellaswag"),
 )
 KNOWN = {**SETTINGS, BATCH_TOKENS: BATCH_IN_TOKENS}
 GRAPHS = "cuda_graph"  # the name of GpuConfig's field `graphs` in --set

@@ -312,8 +312,9 @@ def _report(run: Any, request: RunRequest, as_json: bool) -> None:
         loss = loss_and_bits(best.loss, run.bits_per_byte(best.loss))
         whole = run.assessment.validation.held_out
         of = f", over {best.tokens:,} of {whole:,} held-out tokens" if best.tokens < whole else ""
-        show("best", f"{directory.best}: validation loss {loss}{at}{of}")
         first = run.progress.first_val_loss
+        before = "" if first is None else f", {first:.4f} before the first step"
+        show("best", f"{directory.best}: validation loss {loss}{at}{before}{of}")
         if first is not None and best.loss >= first:
             show("note", "no improvement: the validation loss was as low before the first step")
         elif has_risen:
@@ -322,6 +323,10 @@ def _report(run: Any, request: RunRequest, as_json: bool) -> None:
                 f"validation loss has risen since step {best.step}, which has the best weights",
             )
     show("metrics", str(directory.metrics))
+    if talks and not as_json:
+        from distgpt.show.tuned import compare
+
+        compare(run)
     weights = directory.best if best else directory.weights
     click.echo(f"next      {escape(command_line('chat' if talks else 'infer', '--weights', weights))}")
 

@@ -262,3 +262,25 @@ def test_dry_run_shows_examples_and_writes_nothing(chats, tmp_path):
     assert re.search(r"cut       after 97 tokens .*: .*chats.jsonl, line 6: ", said)
     assert re.search(r"time      4 steps take .* per step", said)
     assert [*tmp_path.iterdir()] == [path.parent]
+
+
+@pytest.mark.ci
+def test_tuning_stops_when_it_gets_worse_and_compares_answers(chats, tmp_path):
+    out = tmp_path / "run"
+    words = ["--val-fraction", "0.4", "--epochs", "60", "--lr", "5e-3", "--eval-every", "2", "--patience", "2"]
+    said = tuned(chats, out, *words)
+    found = [*validations(out).values()]
+    last, best = len(losses(out)), int(np.argmin(found))
+    # Two evaluations without a lower loss, then one step with its evaluation.
+    assert best == len(found) - 4 and last == 2 * (best + 2) + 1 < 60 and min(found) < found[0]
+    assert f"step {last} is the last (--patience)" in said and f"{found[0]:.4f} before the first step" in said
+    assert "too few to learn more" in said and "held-out answers have only" in said
+    heading, _, table, _, *rows = (out / "answers.md").read_text().splitlines()
+    assert "held-out" in heading and table == "| question | before | after | in the data |" and len(rows) == 2
+    for row in rows:
+        _, question, before, after, wanted, _ = row.split("|")
+        assert before != after and wanted.strip() in CHATS.values()
+        assert CHATS[question.split("<br>")[1]] == wanted.strip()
+    told = tuned(chats, tmp_path / "again", "--steps", "2")
+    assert "answers   to training questions" in told and "--patience" not in told
+    refused(tune(chats, tmp_path / "no", "--patience", "2", "--outer-every", "4"), 2, "--patience", "--outer-every")

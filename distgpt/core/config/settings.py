@@ -423,7 +423,15 @@ class TrainConfig:
         0.0, "Also keep a checkpoint permanently every N minutes. 0: none.", low=0
     )
     sample_every: int = of_display(0, "Print a generated sample every N steps. 0: off.", low=0)
-    eval_every: int = of_data(0, "Evaluate every N steps. 0: only at the end.", low=0, changeable=True)
+    eval_every: int = of_data(
+        0,
+        "Evaluate every N steps. 0: only at the end, or with --patience ten times.",
+        low=0,
+        changeable=True,
+    )
+    patience: int = of_schedule(
+        0, "Stop after N consecutive evaluations without a lower validation loss. 0: off.", low=0
+    )
     val: str = of_data("", "Validation data, in any format that --data accepts.", changeable=True)
     val_fraction: float = of_data(
         0.0,

@@ -36,6 +36,8 @@ from distgpt.corpora.chats.format import ChatFormat, Example, Message, checked_m
 from distgpt.corpora.chats.sources import rows
 from distgpt.corpora.packing import pack
 
+FEW = 100  # examples
+FEW_TOKENS = 500  # of held-out answers
 SHAREGPT = {"human": "user", "gpt": "assistant"}  # ShareGPT's names for roles
 PAIRS = (("prompt", "completion"), ("prompt", "response"), ("question", "answer"))
 SHAPES = (
@@ -151,6 +153,12 @@ class ExampleBatches(Batches):
             f" of {count(batch_size, 'sequence')}"
         )
 
+        if (few := len(examples.starts) - 1) < FEW:
+            yield (
+                f"{count(few, 'example')}: too few to learn more than these answers; a few hundred change the"
+                " style of answers, a few thousand teach a task"
+            )
+
     def counted_fraction(self, step: int) -> float:
         rows = self._order(step, slice(None))[0]
         return float(self._learned[rows].sum()) / (len(rows) * self.seq_len)
@@ -217,7 +225,11 @@ class _Chats:
                     " 0 examples"
                 )
             parts = (~held_out, held_out) if val_fraction else (~held_out,)
-            return [_together([result[i] for i in np.flatnonzero(part)]) for part in parts]
+            together = [_together([result[i] for i in np.flatnonzero(part)]) for part in parts]
+            answers = int((together[-1].targets != IGNORE_INDEX).sum())
+            if val_fraction and answers < FEW_TOKENS:
+                say(f"the held-out answers have only {count(answers, 'token')}, so their loss is imprecise")
+            return together
 
         parts = on_root(comm, read)
         return ChatCorpus(tokenizer, parts[0], parts[1] if val_fraction else None)
