@@ -161,13 +161,16 @@ def chats(folder):
 
 def tables_of_chats(folder):
     chats(folder)
-    (folder / "b.jsonl.gz").unlink()
     rows = [json.loads(line) for line in (folder / "a.jsonl").read_text().splitlines()]
-    (folder / "l.json").write_text(json.dumps(rows, indent=1))
-    (folder / "c.csv").write_text("question,answer\n" + 'Who?,"Marta, and\n""Tom"""\n' * 5)
-    (folder / "d.csv").write_text("prompt;response;id\n" + "Who?;Marta;1\n" * 5)
-    (folder / "t.tsv").write_text("instruction\tinput\toutput\n" + "Who?\t\tMarta\n" * 5)
-    (folder / "t.md").write_text("# Harbour\n\nThe lamp was lit.\n" * 5)
+    for name, text in {
+        "d/l.json": json.dumps(rows, indent=1),
+        "d/c.csv": "question,answer\n" + 'Who?,"Marta, and\n""Tom"""\n' * 5,
+        "d/s.csv": "prompt;response;id\n" + "Who?;Marta;1\n" * 5,
+        "d/t.tsv": "instruction\tinput\toutput\n" + "Who?\t\tMarta\n" * 5,
+        "texts/t.md": "# Harbour\n\nThe lamp was lit.\n" * 5,
+    }.items():
+        (folder / name).parent.mkdir(exist_ok=True)
+        (folder / name).write_text(text)
 
 
 def tables(folder):
@@ -307,9 +310,8 @@ TARGETS = {
         "--threads 1 --out {}/o --progress plain",
     ),
     "tables of chats": Target(
-        tables_of_chats, "l.json c.csv d.csv t.tsv t.md",
-        *(f"eval --weights {{}}/run --val {{}}/{name} --chats --threads 1 --json"
-          for name in ("l.json", "c.csv", "d.csv", "t.tsv", "t.md")),
+        tables_of_chats, "d/l.json d/c.csv d/s.csv d/t.tsv texts/t.md",
+        *(f"eval --weights {{}}/run --val {{}}/{name} --chats --threads 1 --json" for name in ("d", "d", "d", "texts")),
     ),
     "tables": Target(tables, "t.parquet", f"data prepare {{}}/t.parquet {CUT} --out {{}}/o"),
     "prompts": Target(asked_and_half_answered, "q.jsonl o.jsonl", ANSWER),
