@@ -370,5 +370,5 @@ def tune(**options: Any) -> None:
 
 tune.params += [copy(option) for option in train.params if option.name not in UNUSED]
 for _option in tune.params:
-    if isinstance(_option, Option) and _option.name == "lora_rank":
+    if isinstance(_option, Option) and _option.name in ("lora_rank", "lora_base"):
         _option.first = True  # list adapters on the first page of help

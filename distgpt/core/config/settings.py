@@ -274,7 +274,6 @@ class TrainConfig:
         " --dtype.",
         choices=("none", *QUANTIZED_DTYPES),
         flag="--base",
-        first=True,
     )
     lora_matrices: str = of_model(
         "all",

@@ -251,7 +251,10 @@ def _fitting(path: Path, chat: ChatFormat, seq_len: int, say: Say) -> list[Examp
         lost += not kept
     limit = f"{seq_len + 1} tokens (--seq-len)"
     if not result:
-        raise DataError(f"{path}: no example has an answer within its first {limit}")
+        raise DataError(
+            f"{path}: no example has an answer within its first {limit}; set a larger one, or shorten the"
+            " prompts"
+        )
     if cut or lost:
         without = f"; skipped {lost:,} without an answer before the cut" if lost else ""
         say(f"{cut:,} of {count(len(result) + lost, 'example')} are cut after {limit}{without}")
