@@ -192,7 +192,7 @@ class AllComponents(Components):
         if t.patience:
             ends = {"outer-every": bool(t.outer_every), "set train_minutes": bool(t.train_minutes)}
             reject_combination("--patience", ends, "it ends the run after any step")
-        if t.lora_rank:
+        if t.lora_rank or t.is_base_small:
             from distgpt.models.adapters import check as check_lora
 
             check_lora(t, ranks, on_gpu)

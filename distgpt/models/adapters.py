@@ -439,6 +439,8 @@ ADAPTERS = AdapterKind()
 
 def check(t: TrainConfig, ranks: int, on_gpu: bool) -> None:
     """Raise a UsageError for settings that adapters do not support."""
+    if not t.lora_rank:
+        raise UsageError(f"--base {t.lora_base} requires adapters, --lora-rank N")
     if not t.init:
         raise UsageError("--lora-rank requires the base model's weights, --init FILE")
     if t.is_base_small and on_gpu:

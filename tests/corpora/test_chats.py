@@ -290,7 +290,7 @@ TABLES = {
     "a.json": json.dumps(ROWS, indent=1),
     "b.json": "\n".join(map(json.dumps, ROWS)),
     "c.csv": f'\ufeffid,question,answer\r\n1,{QUESTION},"{ANSWER}"\r\n\r\n2,{QUESTION},"{ANSWER}"\r\n',
-    "d.csv": f"prompt;response\n{QUESTION};{ANSWER}\n{QUESTION};{ANSWER}",
+    "d.csv": f"prompt;response\n{QUESTION} ; {ANSWER}\n{QUESTION};{ANSWER} ",
     "e.tsv": f"instruction\tinput\toutput\n{QUESTION}\t\t{ANSWER}\n{QUESTION}\t\t{ANSWER}\n",
 }
 

@@ -475,8 +475,6 @@ class TrainConfig:
                     f"lora_matrices {self.lora_matrices!r:.80} has {name!r:.40}"
                     f"{did_you_mean(name, LORA_MATRICES)}"
                 )
-        if self.is_base_small and not self.lora_rank:
-            raise UsageError(f"--base {self.lora_base} requires adapters, --lora-rank N")
         if self.min_lr > self.lr:
             raise UsageError(f"min_lr ({self.min_lr}) must not exceed lr ({self.lr})")
         if self.grad_accum and self.batch_size % self.grad_accum:

@@ -120,7 +120,7 @@ def _table(source: Input) -> Iterator[tuple[str, Any]]:
                 raise DataError(
                     f"{where}: must have an entry for each of {len(table.fieldnames or ())} columns"
                 )
-            yield where, row
+            yield where, {name: entry.strip() for name, entry in row.items()}
     except csv.Error as error:
         raise DataError(f"{source.path}, line {table.reader.line_num}: {escape(str(error))}") from None
 
