@@ -152,8 +152,8 @@ def _questions(run: Run) -> list[tuple[Ids, Ids]]:
         examples = run.batches.examples
         for first, last in pairwise(examples.starts.tolist()):
             targets = examples.targets[first:last]
-            found.append((np.append(examples.read(first, last), 0), targets != IGNORE_INDEX))
-            found[-1][0][1:][found[-1][1]] = targets[found[-1][1]]
+            ids = np.append(examples.read(first, last), targets[-1:].clip(0))
+            found.append((ids, targets != IGNORE_INDEX))
     result = []
     for ids, learned in found:
         at = int(np.argmax(learned))
@@ -168,8 +168,9 @@ def _answers(run: Run, path: Path, prompts: list[Ids]) -> list[str]:
     comm, merge, chat = SerialComm(), None, ChatFormat(run.tokenizer)
     if kind := read_description(path).part:
         path, merge = components().part(kind).whole(path, comm)
-    t = run.settings
-    model, _ = load_model(path, run.stage.kernels(t.dtype, t.matmul_backend), comm, merge=merge)
+    t, config = run.settings, run.model.config
+    context = None if config.has_position_vectors else config.seq_len  # the base's may be much longer
+    model, _ = load_model(path, run.stage.kernels(t.dtype, t.matmul_backend), comm, context, merge)
     usual = Request(max_new_tokens=LENGTH, ends=chat.ends, stop=chat.stops, overflow="stop")
     requests = [replace(usual, prompt=prompt.tolist()) for prompt in prompts]
     done = complete(Engine(slots_for(model, len(requests)), run.tokenizer), requests)
