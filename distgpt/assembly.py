@@ -203,7 +203,10 @@ class AllComponents(Components):
             from distgpt.corpora.chats.examples import check as check_chats
 
             check_chats(t, ranks, on_gpu)
-        if t.lora_rank:
+        if t.patience:
+            ends = {"outer-every": bool(t.outer_every), "set train_minutes": bool(t.train_minutes)}
+            reject_combination("--patience", ends, "it ends the run after any step")
+        if t.lora_rank or t.is_base_small:
             from distgpt.models.adapters import check as check_lora
 
             check_lora(t, ranks, on_gpu)
@@ -261,6 +264,10 @@ class AllComponents(Components):
             from distgpt.callbacks.attach import timed_budget
 
             return timed_budget(t, last, times, pace, model, validation)
+        if t.patience:
+            from distgpt.callbacks.attach import PatientBudget
+
+            return PatientBudget(last, t.patience)
         return super().budget(t, last, times, pace, model, validation)
 
     def disk(

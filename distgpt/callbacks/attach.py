@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import signal
 import time
 from collections.abc import Callable, Sequence
@@ -12,6 +13,7 @@ from statistics import fmean
 from typing import TYPE_CHECKING
 
 from distgpt.callbacks.watchdog import Watchdog, save_and_exit
+from distgpt.core.base.formatting import count
 from distgpt.core.base.interrupts import Interrupted
 from distgpt.core.config import TrainConfig
 from distgpt.core.model.model import Model
@@ -95,6 +97,25 @@ class Deadline:
     def __exit__(self, kind: object, ended: BaseException | None, trace: object) -> None:
         if isinstance(ended, Interrupted) and ended.number == signal.SIGUSR1 and self.run.signals.late:
             ended.why = "time limit reached"
+
+
+class PatientBudget(Budget):
+    """Ends the run after `patience` evaluations without a lower loss. All ranks have the same losses."""
+
+    def __init__(self, last: int, patience: int) -> None:
+        super().__init__(last)
+        self._patience, self._best, self._since = patience, math.inf, 0
+
+    def after_evaluation(self, step: int, val_loss: float) -> str:
+        self._since = 0 if val_loss < self._best else self._since + 1
+        self._best = min(self._best, val_loss)
+        if self._since < self._patience or self.last is None or step + 1 >= self.last:
+            return ""
+        self.last = step + 1
+        evaluations = count(self._since, "evaluation")
+        return (
+            f"the validation loss was not lower in {evaluations}; step {self.last} is the last (--patience)"
+        )
 
 
 EVALUATION = 0.5  # ratio of a token's time in evaluation to its time in a step

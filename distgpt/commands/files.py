@@ -222,17 +222,22 @@ def import_(source: str, out: Path, tokenizer: str | None, weights: Path | None)
     help="Output format. [default: gguf if --out ends in .gguf, otherwise transformers]",
 )
 @click.option("--dtype", type=click.Choice((*_STORED, *_BLOCKS)), default="float32")
-def export(weights: Path, out: Path, kind: str | None, dtype: str) -> None:
+@click.option("--adapter", is_flag=True, help="Write only the adapter to the .gguf file (llama-cli --lora).")
+def export(weights: Path, out: Path, kind: str | None, dtype: str, adapter: bool) -> None:
     """Export a model for transformers (a directory) or for llama.cpp, Ollama and LM Studio (a .gguf file).
 
     The architecture must be GPT-2, Llama, Qwen 2 or Qwen 3. Only GGUF supports q8_0 and q4_0. An adapter, or
-    a run trained with --lora-rank, becomes a PEFT directory.
+    a run trained with --lora-rank, becomes a PEFT directory, or a .gguf file merged with its base model.
     """
     if kind == "gguf" or (kind is None and out.suffix == ".gguf"):
-        from distgpt.models.formats.gguf.transfer import export_gguf
+        from distgpt.models.formats.gguf.transfer import export_gguf, export_lora
 
-        print_lines(export_gguf(weights, out, dtype, _note))
+        if adapter and dtype in _BLOCKS:
+            raise UsageError(f"an adapter has no --dtype {dtype}; choose one of {', '.join(_STORED)}")
+        print_lines((export_lora if adapter else export_gguf)(weights, out, dtype, _note))
         return
+    if adapter:
+        raise UsageError("--adapter writes a .gguf file; without it, an adapter becomes a PEFT directory")
     from distgpt.core.saved.modelfile import read_description
     from distgpt.core.saved.weights import find_weights
     from distgpt.models.formats.huggingface import export_model

@@ -17,7 +17,7 @@ from distgpt.core.config.presets import preset
 
 # Settings with an option, in the order of --help. --set, TOML files and presets set the others.
 OPTIONS = (
-    *("data", "tokenizer", "init", "lora_rank"),
+    *("data", "tokenizer", "init", "lora_rank", "lora_base"),
     *("steps", "batch_size", BATCH_TOKENS, "seq_len", "grad_accum", "pack"),
     *("optimizer", "lr", "schedule", "warmup", "weight_decay", "clip", "seed", "dtype"),
     *("vocab_size", "n_layer", "n_head", "n_kv_head", "n_embd", "norm", "mlp"),
@@ -25,7 +25,7 @@ OPTIONS = (
     *("grad_sync", "gradient_dtype", "outer_every"),
     *("reproducible_parts", "balance", "recompute"),
     *("save_every", "save", "keep", "keep_every", "on_bad_step"),
-    *("sample_every", "eval_every", "val", "val_fraction", "val_tokens", "hellaswag"),
+    *("sample_every", "eval_every", "patience", "val", "val_fraction", "val_tokens", "hellaswag"),
 )
 KNOWN = {**SETTINGS, BATCH_TOKENS: BATCH_IN_TOKENS}
 GRAPHS = "cuda_graph"  # the name of GpuConfig's field `graphs` in --set

@@ -39,8 +39,10 @@ from distgpt.core.cpu.stages import open_stage
 
 if TYPE_CHECKING:
     from distgpt.core.comm.api import Comm
+    from distgpt.core.cpu.stages import Stage
     from distgpt.core.train.interfaces import Listener
     from distgpt.core.train.lines import Listeners
+    from distgpt.core.train.plan import Plan
 
 _schedule, _saving = partial(option, group="schedule"), partial(option, group="saving")
 _trouble, _display = partial(option, group="trouble"), partial(option, group="display")
@@ -131,6 +133,7 @@ def train(
     time_limit: float | None,
     stall_timeout: float | None,
     stall_abort: float | None,
+    dry_run: bool = False,
     **flags: Any,
 ) -> None:
     """Train a model.
@@ -154,7 +157,6 @@ def train(
 
     from distgpt.core.train.loop import train as train_run
     from distgpt.core.train.plan import make_plan
-    from distgpt.core.train.resume import leave_finished
     from distgpt.core.train.run import Limits
     from distgpt.core.train.setup import open_run
     from distgpt.core.train.summary import how_to_resume
@@ -171,9 +173,8 @@ def train(
     try:
         request = followed(request, ready, shown.noted)
         plan = make_plan(ready, request, shown.noted)
-        if plan.is_finished:
-            t, seconds = plan.config.train, plan.state.seconds
-            leave_finished(ready.comm, plan.directory, t, seconds, shown.noted)
+        if dry_run or plan.is_finished:
+            _leave(plan, ready, shown, dry_run)
             return
         run = open_run(plan, ready, shown, Limits(end, stall_timeout, stall_abort))
         train_run(run)
@@ -190,6 +191,18 @@ def train(
             plan.directory.lock.release()
     if ready.comm.rank == 0:
         _report(run, request, as_json)
+
+
+def _leave(plan: Plan, stage: Stage, shown: Listeners, dry_run: bool) -> None:
+    """Print what a dry run shows, or that the run is finished. Collective."""
+    if dry_run:
+        from distgpt.show.tuned import dry_run as show
+
+        show(plan, stage, shown.noted)
+        return
+    from distgpt.core.train.resume import leave_finished
+
+    leave_finished(stage.comm, plan.directory, plan.config.train, plan.state.seconds, shown.noted)
 
 
 def _listeners(comm: Comm, display: Mapping[str, Any]) -> Listeners:
@@ -299,8 +312,9 @@ def _report(run: Any, request: RunRequest, as_json: bool) -> None:
         loss = loss_and_bits(best.loss, run.bits_per_byte(best.loss))
         whole = run.assessment.validation.held_out
         of = f", over {best.tokens:,} of {whole:,} held-out tokens" if best.tokens < whole else ""
-        show("best", f"{directory.best}: validation loss {loss}{at}{of}")
         first = run.progress.first_val_loss
+        before = "" if first is None else f", {first:.4f} before the first step"
+        show("best", f"{directory.best}: validation loss {loss}{at}{before}{of}")
         if first is not None and best.loss >= first:
             show("note", "no improvement: the validation loss was as low before the first step")
         elif has_risen:
@@ -309,6 +323,10 @@ def _report(run: Any, request: RunRequest, as_json: bool) -> None:
                 f"validation loss has risen since step {best.step}, which has the best weights",
             )
     show("metrics", str(directory.metrics))
+    if talks and not as_json:
+        from distgpt.show.tuned import compare
+
+        compare(run)
     weights = directory.best if best else directory.weights
     click.echo(f"next      {escape(command_line('chat' if talks else 'infer', '--weights', weights))}")
 
@@ -330,8 +348,15 @@ def as_train(weights: Path | None, data: str | None, **options: Any) -> dict[str
 
 @command(example="distgpt tune --weights model.safetensors --data chats.jsonl --out runs/tuned")
 @click.option("--weights", type=PATH, help="Model to tune: weights file, run, or hub:ORG/NAME.")
-@click.option("--data", shell_complete=files, help="Chats to train on: .jsonl, .jsonl.gz, or a directory.")
+@click.option(
+    "--data",
+    shell_complete=files,
+    help="Chats to train on (.jsonl, .jsonl.gz, .json, .csv, .tsv), texts (.txt, .md), or a directory.",
+)
 @setting_option("epochs", replace(SETTINGS["epochs"], first=True), default=None)
+@click.option(
+    "--dry-run", is_flag=True, help="Show examples and the expected time, then exit without training."
+)
 def tune(**options: Any) -> None:
     """Fine-tune a model on chats. Trains only on the answers.
 
@@ -345,5 +370,5 @@ def tune(**options: Any) -> None:
 
 tune.params += [copy(option) for option in train.params if option.name not in UNUSED]
 for _option in tune.params:
-    if isinstance(_option, Option) and _option.name == "lora_rank":
+    if isinstance(_option, Option) and _option.name in ("lora_rank", "lora_base"):
         _option.first = True  # list adapters on the first page of help

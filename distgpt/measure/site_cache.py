@@ -98,6 +98,9 @@ def _tuning(folder: Path, weights: Path, chats: Path, dtype: str) -> Iterator[Pa
     tuned, adapter = folder / f"tuned-{dtype}", folder / f"adapter-{dtype}"
     yield f"tuning in {dtype}", partial(api.train, out=tuned, **how)
     yield f"tuning adapters in {dtype}", partial(api.train, out=adapter, lora_rank=2, **how)
+    for base in QUANTIZED_DTYPES:
+        above = partial(api.train, out=folder / f"above-{base}-{dtype}", lora_rank=2, lora_base=base, **how)
+        yield f"tuning adapters of {base} in {dtype}", above
 
 
 def _generate(folder: Path, dtype: str) -> None:

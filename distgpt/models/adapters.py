@@ -6,7 +6,7 @@ layers share. So passes are as fast as without adapters, and the weights exist o
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, fields
 from functools import partial
 from pathlib import Path
@@ -67,8 +67,8 @@ class Adapter(Part):
         self.b, self.a = (params.get(f"{self.name}.lora_{kind}") for kind in "ba")
         self.db, self.da = (grads.get(f"{self.name}.lora_{kind}") for kind in "ba")
 
-    def place(self, whole: Floats2d, frozen: Floats2d) -> None:
-        """Set the memory of the merged matrix and of the frozen one."""
+    def place(self, whole: Floats2d, frozen: Any) -> None:
+        """Set the memory of the merged matrix and of the frozen one, which may be quantized."""
         self._whole, self._frozen = whole[self.rows], frozen[self.rows]
 
     def merge(self) -> None:
@@ -93,7 +93,8 @@ class Adapter(Part):
 def adapters_of(block: Block, t: TrainConfig) -> list[Adapter]:
     """Return a layer's adapters, in the order in which the backward pass finishes their gradients.
 
-    If some rows of a matrix have an adapter, the other rows get one of rank 0, which copies them.
+    If some rows of a matrix have an adapter, the other rows get one of rank 0, which copies them. With a
+    quantized base, all matrices have adapters.
     """
     up = ["gate", "up"][-len(block.fc.heights) :]
     result = []
@@ -106,7 +107,7 @@ def adapters_of(block: Block, t: TrainConfig) -> list[Adapter]:
         ranks = [t.lora_rank if name in t.adapted else 0 for name in names]
         end = 0
         for name, height, rank in zip(names, linear.heights or linear.shape[:1], ranks, strict=True):
-            if any(ranks):
+            if any(ranks) or t.is_base_small:
                 result.append(Adapter(linear, name, slice(end, end + height), rank, t.lora_scale))
             end += height
     return result
@@ -201,9 +202,15 @@ class AdaptedModel(Model):
 
     def __init__(self, run: RunConfig, kernels: Kernels) -> None:
         architecture, trained = adapted_architecture(run), adapter_layout(run)
-        own = (spec for spec in architecture.layout.specs if spec.name not in trained.offsets)
-        self.frozen = FlatBuffer(Layout(own), kernels.zeros)
-        made = _placed(adapters_in(architecture), self.frozen, kernels)
+        own = [spec for spec in architecture.layout.specs if spec.name not in trained.offsets]
+        self.held: Mapping[str, Any] = {}  # matrices of the layers in int8 or int4
+        if run.train.is_base_small:
+            from distgpt.models.quantized.held import held_matrices
+
+            matrices = [spec for spec in own if spec.group == MATRIX]
+            self.held = held_matrices(matrices, run.train.lora_base, kernels)
+        self.frozen = FlatBuffer(Layout(spec for spec in own if spec.name not in self.held), kernels.zeros)
+        made = _placed(adapters_in(architecture), {**self.frozen, **self.held}, kernels)
         super().__init__(architecture, kernels, trained, {**self.frozen, **made})
         # One layer at a time, because each layer's merged matrices overwrite the previous layer's.
         self.groups = [range(i, i + 1) for i in range(self.config.n_layer)]
@@ -223,7 +230,7 @@ class AdaptedModel(Model):
             yield spec.name, values * spec.name.endswith("lora_a")
 
 
-def _placed(adapters: Iterable[Adapter], frozen: FlatBuffer, kernels: Kernels) -> dict[str, Array]:
+def _placed(adapters: Iterable[Adapter], frozen: Mapping[str, Any], kernels: Kernels) -> dict[str, Array]:
     """Return each adapted matrix by name; all layers share the memory of one layer."""
     made: dict[str, Array] = {}
     result = {}
@@ -404,6 +411,11 @@ class AdapterKind(ModelKind):
             if comm.rank == 0:
                 model.kernels.put(model.frozen[spec.name], host)
         comm.broadcast(model.frozen.flat)
+        for spec in model.architecture.layout.specs:
+            if spec.name in model.held:
+                from distgpt.models.quantized.held import load_held
+
+                load_held(comm, path, header, spec, model.held[spec.name], model.kernels.threads)
 
     def use_of_init(self, t: TrainConfig) -> str:
         return f"gets adapters of rank {t.lora_rank}"
@@ -427,7 +439,11 @@ ADAPTERS = AdapterKind()
 
 def check(t: TrainConfig, ranks: int, on_gpu: bool) -> None:
     """Raise a UsageError for settings that adapters do not support."""
+    if not t.lora_rank:
+        raise UsageError(f"--base {t.lora_base} requires adapters, --lora-rank N")
     if not t.init:
         raise UsageError("--lora-rank requires the base model's weights, --init FILE")
+    if t.is_base_small and on_gpu:
+        raise UsageError(f"--base {t.lora_base} requires a CPU stage; omit it, or use --stage serial or mpi")
     if t.optimizer != "adamw":
         raise UsageError(f"--lora-rank requires --optimizer adamw, not {t.optimizer}")

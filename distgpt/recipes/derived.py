@@ -21,6 +21,7 @@ from distgpt.core.saved.weights import weights_of
 from distgpt.core.train.plan import begins_anew, new_run
 from distgpt.core.train.resume import find_run, saved_run
 
+PATIENCE = 3  # evaluations without a lower loss, until tuning ends
 TUNING_TOKENS = 4096  # tokens per step when training on chats, approximately
 
 
@@ -67,6 +68,8 @@ def _tuned(request: RunRequest, ranks: int) -> RunRequest:
         result["batch_size"] = -(-rows // ranks) * ranks
     if not {"steps", "train_minutes"} & said.keys():
         result["epochs"] = 3.0
+    if (said.get("val") or said.get("val_fraction")) and not {"train_minutes", "outer_every"} & said.keys():
+        result["patience"] = PATIENCE
     return replace(request, derived=result)
 
 

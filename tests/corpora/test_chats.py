@@ -9,7 +9,7 @@ from chattemplates import BEGINS, ENDS, TEMPLATES, settings
 from complaints import complains
 from distgpt.core.base.errors import DataError
 from distgpt.core.data.tokenizers import load_tokenizer
-from distgpt.corpora.chats.examples import read_examples
+from distgpt.corpora.chats.examples import _fitting, _together, read_examples
 from distgpt.corpora.chats.format import ChatFormat, Renderer, checked_messages, encode_parts
 from families import FAMILIES, document, write_family
 from jinja2.sandbox import ImmutableSandboxedEnvironment
@@ -57,7 +57,7 @@ def test_answers_are_trained_with_their_end(family, chat):
     answers = ["In the harbour.", "é, as <|im_end|> </s> said."]
     user = [{"role": "user", "content": "In the harbour."}]
     messages = [message for text in answers for message in (*user, {"role": "assistant", "content": text})]
-    ids, learned = chat.example(messages)
+    ids, learned, *_ = chat.example(messages)
     if not any(spelled in answers[1] for spelled in chat.tokenizer.specials):
         assert ids.tolist() == library_ids(family, messages, False)
     spans = np.split(ids, np.flatnonzero(np.diff(learned)) + 1)[1::2]
@@ -85,7 +85,7 @@ def test_default_format_is_chatml_or_plain(tmp_path):
             "User:\nnaïve\n\ncafé 中\n\nAssistant:\n"
         )
         assert plain.stops == ("\n\nUser:\n",)
-        ids, learned = plain.example(CHAT[:2])
+        ids, learned, *_ = plain.example(CHAT[:2])
         assert tokenizer.decode(ids[learned == 1]) == "In the 12th harbour." + (end or "\n\nUser:\n")
         assert (tokenizer.separator in plain.ends) == bool(end)
 
@@ -93,7 +93,7 @@ def test_default_format_is_chatml_or_plain(tmp_path):
 def test_dropped_answer_text_is_rejected(tmp_path):
     chat = ChatFormat(write_family(tmp_path / "model", "qwen", **settings("qwen")))
     thought = [CHAT[0], {"role": "assistant", "content": "<think>\nhm\n</think>\n\nHere."}]
-    ids, learned = chat.example(thought)
+    ids, learned, *_ = chat.example(thought)
     assert chat.tokenizer.decode(ids[learned == 1]) == "<think>\nhm\n</think>\n\nHere.<|im_end|>"
     with complains("changes or drops an answer"):
         chat.example([*thought, *CHAT[:2]])
@@ -221,19 +221,19 @@ def test_chat_layouts_give_equal_tokens(family, tmp_path):
 
 
 def test_plain_text_is_trained_whole(plain, tmp_path):
-    ((ids, learned),) = examples(rows(tmp_path / "r", {"text": ANSWER}), plain)
+    ((ids, learned, *_),) = examples(rows(tmp_path / "r", {"text": ANSWER}), plain)
     assert plain.tokenizer.decode(ids) == f"{ANSWER}<|endoftext|>" and learned.all()
     llama = ChatFormat(write_family(tmp_path / "model", "llama3", **settings("llama3")))
-    ((ids, learned),) = examples(rows(tmp_path / "r", {"text": ANSWER}), llama)
+    ((ids, learned, *_),) = examples(rows(tmp_path / "r", {"text": ANSWER}), llama)
     assert llama.tokenizer.decode(ids) == f"<|begin_of_text|>{ANSWER}<|eot_id|>"
     assert learned.tolist() == [0] + [1] * (len(ids) - 1)
 
 
 NO_ROWS = (
     ("{", "Expecting property name"),
-    ("The lamp was lit.", "not JSON, such as ", "use distgpt train"),
+    ("The lamp was lit.", "not JSON, such as ", "name it .txt or .md"),
     ("[1]", "not a JSON object"),
-    ({"question": "a"}, "it has 'question' but requires \"messages\""),
+    ({"question": "a"}, "it has 'question' but requires 'messages'"),
     ({}, "it has nothing"),
     ({"messages": [{"role": "robot", "content": "a"}]}, "message 1: unknown role 'robot'"),
     ({"messages": TURN[:1]}, "no answer"),
@@ -260,9 +260,10 @@ def test_directories_and_gzip_files_are_read(plain, tmp_path):
 
     row = json.dumps({"messages": TURN}).encode()
     refused(tmp_path, "has no files")
-    (tmp_path / "a.txt").write_text("A text.")
-    refused(tmp_path, "has no chats; chats are JSON lines")
-    (tmp_path / "a.txt").unlink()
+    (tmp_path / "a.txt").write_text("A text.\r\n")
+    (tmp_path / "b.md").write_text(" ")
+    ((ids, learned, is_text, _),) = examples(tmp_path, plain)
+    assert plain.tokenizer.decode(ids) == "A text.<|endoftext|>" and learned.all() and is_text
     (tmp_path / "a.jsonl").write_bytes(row + b"\n" + row)
     (tmp_path / "b.jsonl.gz").write_bytes(gzip.compress(row))
     assert len(examples(tmp_path, plain)) == 3
@@ -272,3 +273,57 @@ def test_directories_and_gzip_files_are_read(plain, tmp_path):
         (tmp_path / "f").write_bytes(content)
         refused(tmp_path / "f", *words)
     refused(tmp_path / "missing", "not a file")
+
+
+ROWS = [{"conversations": [{"from": "human", "value": QUESTION}, {"from": "gpt", "value": ANSWER}]}] * 2
+TABLES = {
+    "a.json": json.dumps(ROWS, indent=1),
+    "b.json": "\n".join(map(json.dumps, ROWS)),
+    "c.csv": f'\ufeffid,question,answer\r\n1,{QUESTION},"{ANSWER}"\r\n\r\n2,{QUESTION},"{ANSWER}"\r\n',
+    "d.csv": f"prompt;response\n{QUESTION} ; {ANSWER}\n{QUESTION};{ANSWER} ",
+    "e.tsv": f"instruction\tinput\toutput\n{QUESTION}\t\t{ANSWER}\n{QUESTION}\t\t{ANSWER}\n",
+}
+
+
+@pytest.mark.parametrize("name", TABLES)
+def test_lists_and_tables_give_the_same_examples(plain, tmp_path, name):
+    (tmp_path / name).write_text(TABLES[name])
+    expected = plain.example(TURN)
+    found = examples(tmp_path / name, plain)
+    assert len(found) == 2
+    for example in found:
+        assert np.array_equal(example.ids, expected.ids) and np.array_equal(example.learned, expected.learned)
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "words"),
+    [
+        ("a.json", '[{"text": "a"} {"text": "b"}]', ["item 1: ", "comma"]),
+        ("a.json", '[{"text": "a"}, nothing]', ["item 2: not JSON"]),
+        ("a.json", '[{"text": "a"},', ["item 2: not JSON"]),
+        ("a.json", '[{"text": "a", "text": "b"}]', ["item 1: ", "duplicate"]),
+        ("a.json", "[" * 99999, ["item 1: "]),
+        ("a.json", "[]", ["has no rows"]),
+        ("a.csv", "prompt,completion\n", ["has no rows"]),
+        ("a.csv", "prompt,completion\na", ["line 2: ", "2 columns"]),
+        ("a.csv", "prompt,completion\na,b,c", ["line 2: ", "2 columns"]),
+        ("a.csv", 'prompt,completion\na,"b', ["line 2: "]),
+        ("a.csv", "frage,antwort\na,b", ["line 2: it has 'frage', 'antwort'", "'question'"]),
+        ("a.tsv", b"text\n\xff\n", ["not UTF-8", "iconv"]),
+        ("a.pdf", b"x", ["convert it to plain text"]),
+    ],
+)
+def test_invalid_lists_and_tables_are_rejected(plain, tmp_path, name, content, words):
+    (tmp_path / name).write_bytes(content.encode() if isinstance(content, str) else content)
+    with complains(name, *words):
+        examples(tmp_path / name, plain)
+
+
+def test_long_texts_are_split_without_loss(tmp_path):
+    chat, said = ChatFormat(load_tokenizer("byte", "")), []
+    (tmp_path / "a.md").write_text("0123456789" * 3)
+    parts = _fitting(tmp_path / "a.md", chat, 8, said.append)
+    together = _together(parts)
+    assert [len(part.ids) for part in parts] == [9, 9, 9, 6] and not said
+    assert bytes(together.read(0, 29).tolist()) == b"0123456789" * 2 + b"012345678"
+    assert bytes(together.targets.tolist()) == b"123456789" + b"0123456789" * 2

@@ -6,7 +6,8 @@ A comment before a block changes how it is run:
   <!-- run with: train --steps 5; infer --max-new-tokens 9 -->     appended to each such command of distgpt
 
 A ```text block after it shows printed lines in order. Numbers, times and paths may differ, words must not;
-… replaces omitted text. The scratch directory has my.txt, held-out.txt and the directory texts/.
+… replaces omitted text. The scratch directory has my.txt, held-out.txt, the directory texts/, and model.gguf, a small
+random Llama with a tokenizer and a chat template like SmolLM2's.
 """
 
 from __future__ import annotations
@@ -94,8 +95,16 @@ def prepare(scratch: Path, called: Sequence[str]) -> dict[str, str]:
     (scratch / "texts").mkdir()
     for number in range(8):
         (scratch / "texts" / f"{number}.txt").write_bytes(corpus[number * 9000 : (number + 1) * 9000])
+    sys.path[:0] = [str(ROOT), str(ROOT / "tests" / "helpers")]
+    from distgpt.models.formats.gguf.transfer import export_gguf
+    from gguffiles import tokenizer_like, with_tokenizer
+
+    (scratch / "model.gguf").unlink(missing_ok=True)
+    weights = with_tokenizer(scratch / "w.safetensors", tokenizer_like("smollm2"), seq_len=256)
+    export_gguf(weights, scratch / "model.gguf", "q8_0")
+    weights.unlink()
     path = os.pathsep.join([str(program.parent), str(Path(sys.executable).parent), os.environ["PATH"]])
-    own = {"PATH": path, "PYTHONPATH": str(ROOT), "COLUMNS": "100"}
+    own = {"PATH": path, "PYTHONPATH": str(ROOT), "COLUMNS": "100", "XDG_CACHE_HOME": str(scratch / ".cache")}
     return {**os.environ, **own, "DISTGPT_AUTO_DTYPE": "float32"}  # the pages' losses
 
 

@@ -21,7 +21,8 @@ CUT = "--tokenizer byte --shard-tokens 1000 --workers 1 --progress plain"
 EVALUATED = "--save-every 3 --eval-every 3 --val-fraction 0.05 --progress plain"
 RESUME = f"train {' '.join(SMALL)} --out {{}}/run --resume auto --steps 7 {EVALUATED}"
 
-SUFFIXES = {".npy": "bytes", ".gz": "bytes", ".parquet": "bytes", ".txt": "text", ".lst": "text", ".csv": "text"}
+SUFFIXES = {".npy": "bytes", ".gz": "bytes", ".parquet": "bytes"}
+SUFFIXES |= dict.fromkeys((".txt", ".lst", ".csv", ".tsv", ".md"), "text")
 
 
 class Target:
@@ -156,6 +157,20 @@ def chats(folder):
     rows = [{"messages": turns}, {"conversations": shareds}, {"prompt": "a", "completion": "b"}, {"text": "c"}]
     (folder / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in 3 * rows))
     (folder / "b.jsonl.gz").write_bytes(gzip.compress((folder / "a.jsonl").read_bytes(), mtime=0))
+
+
+def tables_of_chats(folder):
+    chats(folder)
+    rows = [json.loads(line) for line in (folder / "a.jsonl").read_text().splitlines()]
+    for name, text in {
+        "d/l.json": json.dumps(rows, indent=1),
+        "d/c.csv": "question,answer\n" + 'Who?,"Marta, and\n""Tom"""\n' * 5,
+        "d/s.csv": "prompt;response;id\n" + "Who?;Marta;1\n" * 5,
+        "d/t.tsv": "instruction\tinput\toutput\n" + "Who?\t\tMarta\n" * 5,
+        "texts/t.md": "# Harbour\n\nThe lamp was lit.\n" * 5,
+    }.items():
+        (folder / name).parent.mkdir(exist_ok=True)
+        (folder / name).write_text(text)
 
 
 def tables(folder):
@@ -293,6 +308,10 @@ TARGETS = {
         chats, "a.jsonl b.jsonl.gz",
         "tune --weights {}/run --data {}/a.jsonl --val {}/b.jsonl.gz --steps 1 --batch-size 2 "
         "--threads 1 --out {}/o --progress plain",
+    ),
+    "tables of chats": Target(
+        tables_of_chats, "d/l.json d/c.csv d/s.csv d/t.tsv texts/t.md",
+        *(f"eval --weights {{}}/run --val {{}}/{name} --chats --threads 1 --json" for name in ("d", "d", "d", "texts")),
     ),
     "tables": Target(tables, "t.parquet", f"data prepare {{}}/t.parquet {CUT} --out {{}}/o"),
     "prompts": Target(asked_and_half_answered, "q.jsonl o.jsonl", ANSWER),

@@ -13,9 +13,12 @@ from distgpt.core.saved.modelfile import Description, read_description
 from distgpt.core.saved.tensors import read_header, write_tensors
 from distgpt.models.adapters import ADAPTER, AdaptedModel, adapter_layout, adapters_by_matrix, base_of, read_adapter
 from distgpt.models.adapters import ADAPTERS as KIND
+from distgpt.models.formats.gguf.container import read_container
+from distgpt.models.formats.gguf.transfer import import_gguf
 from distgpt.models.formats.huggingface import Foreign, export_model, import_model
 from distgpt.models.formats.peft import PREFIX, export_adapter, import_adapter
-from foreignmodels import MODERN, SHAPES, change_json, random_model, same, shape, tensors_in
+from foreignmodels import MODERN, OF_RECIPES, SHAPES, change_json, random_model, same, shape, tensors_in
+from gguffiles import rewritten_gguf
 from safetensors.numpy import load_file, save_file
 from test_huggingface_peer import FAMILIES, LONG, PEER, V, some_tokens, transformers
 
@@ -315,3 +318,40 @@ def test_invalid_peft_adapters_are_rejected(saved, tmp_path):
     write_tensors(path, tensors, {})
     refused(inside(*ask, "--weights", other), 65, "layers.1")
     assert not (tmp_path / "b.safetensors").exists()
+
+
+@pytest.mark.parametrize(
+    ("name", "matrices"), [("odd", "all"), ("llama, grouped", "all"), ("qwen 3", "q,v,gate"), ("gpt2", "k,down")]
+)
+def test_gguf_lora_adds_to_the_base_as_llama_cpp_does(name, matrices, tmp_path):
+    """A tensor's scale is alpha over the rank of its own b; a is (rank, inputs), b (outputs, rank)."""
+    base, own, gguf = (tmp_path / each for each in ("w.safetensors", "a.safetensors", "w.gguf"))
+    random_model(base, {**SHAPES, **OF_RECIPES}[name])
+    written(own, base, matrices)
+    for source, more in ((base, ()), (own, ("--adapter",))):
+        done("weights", "export", source, "--out", source.with_suffix(".gguf"), *more)
+    done("weights", "export", own, "--out", tmp_path / "merged.gguf")
+    lora = read_container(own.with_suffix(".gguf"))
+    assert lora.metadata["general.type"] == "adapter" and lora.metadata["adapter.type"] == "lora"
+    assert lora.metadata["general.architecture"] == read_container(gguf).metadata["general.architecture"]
+
+    def add(metadata, tensors):
+        for each in {each.rpartition(".")[0] for each in lora.tensors}:
+            a, b = (np.concatenate([rows for _, rows in lora.rows(f"{each}.lora_{side}")]) for side in "ab")
+            assert (b.shape[0], a.shape[1]) == tensors[each].shape and len(a) == b.shape[1]
+            tensors[each] = tensors[each] + lora.metadata["adapter.lora.alpha"] / len(a) * b @ a
+
+    rewritten_gguf(gguf, add)
+    ours = distgpt.load(base, adapter=own).logits(tokens := np.arange(9))
+    for file in (gguf, tmp_path / "merged.gguf"):
+        import_gguf(file, file.with_suffix(".back"), None)
+        close(distgpt.load(file.with_suffix(".back")).logits(tokens), ours)
+    assert np.abs(distgpt.load(base).logits(tokens) - ours).max() > 1e-3
+    for words, *told in (
+        ((base, "--out", tmp_path / "new.gguf", "--adapter"), "complete model"),
+        ((own, "--out", tmp_path / "new.gguf", "--adapter", "--dtype", "q8_0"), "q8_0"),
+        ((own, "--out", tmp_path / "new", "--adapter"), "PEFT"),
+    ):
+        refused(inside("weights", "export", *words), 2, *told)
+    refused(inside("infer", "--weights", own.with_suffix(".gguf"), "--prompt", "a"), 65, "base model")
+    assert not list(tmp_path.glob("new*"))

@@ -261,10 +261,11 @@ def test_long_examples_are_truncated_or_dropped(chats, tmp_path):
     path, said = written(tmp_path / "chats.jsonl", *rows), []
     request = DataRequest(str(path), seq_len=80, existing=load_tokenizer("byte", ""))
     found = LOADING.load(SerialComm(), request, said.append).train
-    assert len(said) == 1 and re.match(r"2 of 7 examples .*81 tokens \(--seq-len\).* 1 without an answer", said[0])
-    assert len(found.starts) == len(ROWS) + 2 and max(np.diff(found.starts)) == 80
+    # A long text is split instead: 220 bytes are three examples.
+    assert len(said) == 1 and re.match(r"1 of 9 examples .*81 tokens \(--seq-len\).* 1 without an answer", said[0])
+    assert len(found.starts) == len(ROWS) + 4 and max(np.diff(found.starts)) == 80
     parts = LOADING.load(SerialComm(), replace(request, val_fraction=0.4), said.append)
-    assert (len(parts.train.starts), len(parts.val.starts)) == (5, 3)
+    assert (len(parts.train.starts), len(parts.val.starts)) == (6, 4)
     assert parts.train.fingerprint != found.fingerprint
 
 
@@ -390,3 +391,36 @@ def test_tuned_model_memorizes_answers(chats, tmp_path):
     with popen(*asked, stdin=-1, stdout=-1, stderr=-1, encoding="utf-8") as process:
         said, _ = process.communicate("".join(f"/reset\n{question}\n" for question in CHATS), timeout=60)
     assert said.split("\n")[: len(CHATS)] == list(CHATS.values())
+
+
+def test_dry_run_shows_examples_and_writes_nothing(chats, tmp_path):
+    rows = [*ROWS, {"prompt": "Why?", "completion": "Long. " * 40}]
+    path = written(tmp_path / "data" / "chats.jsonl", *rows)
+    said = tuned(path, tmp_path / "run", "--dry-run", "--seq-len", "96", "--epochs", "2")
+    assert said.count(" of them trained on\n") == 5 and "«Old Marta keeps it.\n\nUser:\n»" in said
+    assert re.search(r"longest   .*chats.jsonl, line 6: 1\d\d tokens", said)
+    assert re.search(r"cut       after 97 tokens .*: .*chats.jsonl, line 6: ", said)
+    assert re.search(r"time      4 steps take .* per step", said)
+    assert [*tmp_path.iterdir()] == [path.parent]
+
+
+@pytest.mark.ci
+def test_tuning_stops_when_it_gets_worse_and_compares_answers(chats, tmp_path):
+    out = tmp_path / "run"
+    words = ["--val-fraction", "0.4", "--epochs", "60", "--lr", "5e-3", "--eval-every", "2", "--patience", "2"]
+    said = tuned(chats, out, *words)
+    found = [*validations(out).values()]
+    last, best = len(losses(out)), int(np.argmin(found))
+    # Two evaluations without a lower loss, then one step with its evaluation.
+    assert best == len(found) - 4 and last == 2 * (best + 2) + 1 < 60 and min(found) < found[0]
+    assert f"step {last} is the last (--patience)" in said and f"{found[0]:.4f} before the first step" in said
+    assert "too few to learn more" in said and "held-out answers have only" in said
+    heading, _, table, _, *rows = (out / "answers.md").read_text().splitlines()
+    assert "held-out" in heading and table == "| question | before | after | in the data |" and len(rows) == 2
+    for row in rows:
+        _, question, before, after, wanted, _ = row.split("|")
+        assert before != after and wanted.strip() in CHATS.values()
+        assert CHATS[question.split("<br>")[1]] == wanted.strip()
+    told = tuned(chats, tmp_path / "again", "--steps", "2")
+    assert "answers   to training questions" in told and "--patience" not in told
+    refused(tune(chats, tmp_path / "no", "--patience", "2", "--outer-every", "4"), 2, "--patience", "--outer-every")

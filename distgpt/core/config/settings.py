@@ -272,6 +272,13 @@ class TrainConfig:
     lora_alpha: float = of_model(
         0.0, "LoRA alpha: adapters are scaled by alpha / rank. 0: twice the rank.", low=0, most=1e6
     )
+    lora_base: str = of_model(
+        "none",
+        "With --lora-rank: keep the frozen matrices of the layers in int8 or int4 in memory (CPUs). none: in"
+        " --dtype.",
+        choices=("none", *QUANTIZED_DTYPES),
+        flag="--base",
+    )
     lora_matrices: str = of_model(
         "all",
         "Matrices with LoRA adapters, separated by commas: q, k, v, o (attention), gate, up, down (MLP;"
@@ -419,7 +426,15 @@ class TrainConfig:
         0.0, "Also keep a checkpoint permanently every N minutes. 0: none.", low=0
     )
     sample_every: int = of_display(0, "Print a generated sample every N steps. 0: off.", low=0)
-    eval_every: int = of_data(0, "Evaluate every N steps. 0: only at the end.", low=0, changeable=True)
+    eval_every: int = of_data(
+        0,
+        "Evaluate every N steps. 0: only at the end, or with --patience ten times.",
+        low=0,
+        changeable=True,
+    )
+    patience: int = of_schedule(
+        0, "Stop after N consecutive evaluations without a lower validation loss. 0: off.", low=0
+    )
     val: str = of_data("", "Validation data, in any format that --data accepts.", changeable=True)
     val_fraction: float = of_data(
         0.0,
@@ -475,6 +490,11 @@ class TrainConfig:
     def adapted(self) -> tuple[str, ...]:
         """The matrices that get LoRA adapters."""
         return LORA_MATRICES if self.lora_matrices == "all" else tuple(self.lora_matrices.split(","))
+
+    @property
+    def is_base_small(self) -> bool:
+        """Whether the frozen matrices are quantized in memory."""
+        return self.lora_base != "none"
 
     @property
     def lora_scale(self) -> float:

@@ -210,8 +210,11 @@ class CpuKernels(Kernels):
         if db is not None:
             self._pool.split_range(dy.shape[1], COLUMNS, rowwise.sum_rows, db, dy, accumulate)
 
-    def add_low_rank(self, y: Array, w: Array, b: Array | None, a: Array | None, scale: float) -> None:
-        if b is None or a is None:
+    def add_low_rank(self, y: Array, w: Any, b: Array | None, a: Array | None, scale: float) -> None:
+        """`w` may have another format, with its own loop as `addition`."""
+        is_plain = isinstance(w, np.ndarray)
+        loop, arrays = (flat.add_low_rank, (w,)) if is_plain else w.addition
+        if is_plain and b is None:
             self._pool.split_range(len(y), ROWS, flat.copy_rows, y, w)
             return
         columns = y.shape[1]
@@ -222,8 +225,11 @@ class CpuKernels(Kernels):
             for top in range(first, last, most):
                 bottom = min(top + most, last)
                 sums = memory[: bottom - top]
-                self.matmuls.backward(sums, b[top:bottom], a)
-                self._pool.call(flat.add_low_rank, top, bottom, y, w, sums, scale)
+                if b is None or a is None:
+                    self._pool.call(flat.zero, 0, sums.size, sums.reshape(-1))
+                else:
+                    self.matmuls.backward(sums, b[top:bottom], a)
+                self._pool.call(loop, top, bottom, y, *arrays, sums, scale)
 
         self._pool.split_range(len(y), ROWS, some)
 

@@ -168,6 +168,10 @@ class Budget:
     def set_elapsed(self, elapsed: float, launched: int) -> None:
         """Set the elapsed fraction that rank 0 sent."""
 
+    def after_evaluation(self, step: int, val_loss: float) -> str:
+        """Return why the next step is the last, or ""."""
+        return ""
+
 
 @dataclass(frozen=True, slots=True)
 class ReducedFlags:

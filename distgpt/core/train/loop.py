@@ -150,6 +150,8 @@ def evaluate(run: Run) -> Best | None:
     metrics = {"step": step, **run.assessment.measure()}
     run.report.report_evaluation(metrics)
     run.progress.count_evaluation(loss := metrics.get("val_loss"))
+    if loss is not None and (why := run.budget.after_evaluation(step, loss)):
+        run.report.note(why)
     if not step or loss is None or validation is None:
         return None
     is_best = on_root(run.comm, lambda: run.checkpoints.is_best(loss))

@@ -54,6 +54,7 @@ if TYPE_CHECKING:
     from distgpt.core.train.assessment import Metric, Validation
 
 NO_LIMITS = Limits()
+EVALUATIONS = 10  # of a run with --patience that sets no --eval-every
 
 
 def open_run(
@@ -357,6 +358,8 @@ def read_texts(
     rows = math.ceil(t.epochs * batches.windows_per_epoch)
     if rows:
         config = config.with_values({"steps": max(1, -(-rows // t.batch_size))})
+    if t.patience and corpus.val is not None and not t.eval_every:
+        config = config.with_values({"eval_every": max(1, config.train.steps // EVALUATIONS)})
     return Texts(config, corpus, batches)
 
 

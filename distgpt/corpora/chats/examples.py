@@ -4,28 +4,26 @@ A row is one of
 
     {"messages": [{"role": "user", "content": "…"}, {"role": "assistant", "content": "…"}]}
     {"conversations": [{"from": "human", "value": "…"}, {"from": "gpt", "value": "…"}]}     ShareGPT
-    {"prompt": "…", "completion": "…"}
+    {"prompt": "…", "completion": "…"}      or "response"; or "question" and "answer"
     {"instruction": "…", "input": "…", "output": "…"}        Alpaca
     {"text": "…"}
 
-The loss counts only answers, each with its end token, and all of a plain text. An example is never split.
-Sequences contain whole examples, which do not attend to each other, and may end with padding, which the loss
-ignores.
+The loss counts only answers, each with its end token, and all of a plain text, which is split if it is longer
+than a sequence. Sequences contain whole examples, which do not attend to each other, and may end with
+padding, which the loss ignores.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import pairwise
-from json import JSONDecodeError
 from pathlib import Path
 from typing import Any
 from zlib import crc32
 
 import numpy as np
 
-from distgpt.core.base.checked import LARGEST_JSON, parse_json
 from distgpt.core.base.errors import DataError, Say, UsageError, escape
 from distgpt.core.base.formatting import count
 from distgpt.core.comm.agree import collective_error, on_root
@@ -35,41 +33,26 @@ from distgpt.core.data.batches import ArrayTokens, Batches, Window
 from distgpt.core.data.loading import Corpus, DataRequest
 from distgpt.core.ops.api import IGNORE_INDEX, Array
 from distgpt.corpora.chats.format import ChatFormat, Example, Message, checked_messages
+from distgpt.corpora.chats.sources import rows
 from distgpt.corpora.packing import pack
-from distgpt.corpora.prepare.documents import LINES, Offset, find_inputs, pieces
 
+FEW = 100  # examples
+FEW_TOKENS = 500  # of held-out answers
 SHAREGPT = {"human": "user", "gpt": "assistant"}  # ShareGPT's names for roles
-EXAMPLE = '{"prompt": "Who are you?", "completion": "A model."}'
-SHAPES = '"messages", "conversations", "prompt" with "completion", "instruction" with "output", or "text"'
+PAIRS = (("prompt", "completion"), ("prompt", "response"), ("question", "answer"))
+SHAPES = (
+    "'messages', 'conversations', 'prompt' with 'completion', 'question' with 'answer', 'instruction' with"
+    " 'output', or 'text'"
+)
 
 
 def read_examples(path: Path, chat: ChatFormat) -> Iterator[Example]:
-    """Yield the tokens of each row of a file, or of all files in a directory.
-
-    A DataError names the file and the first invalid line.
-    """
-    result = [source for source in find_inputs((path,)) if source.kind == LINES or source.path == path]
-    if not result:
-        raise DataError(f"{path} has no chats; chats are JSON lines in .jsonl or .jsonl.gz files")
-    for source in result:
-        rows = 0
-        source = replace(source, name=str(source.path), kind=LINES)
-        for piece in pieces([source], "", Offset(), LARGEST_JSON):
-            for number, line in enumerate(piece.data, piece.place.line + 1):
-                if line.strip():
-                    yield _row_of(line, f"{piece.source}, line {number}", chat)
-                    rows += 1
-        if not rows:
-            raise DataError(f"{source.path} has no rows")
-
-
-def _row_of(line: bytes, where: str, chat: ChatFormat) -> Example:
-    try:
-        return example_of(parse_json(line), chat)
-    except (DataError, ValueError) as error:
-        is_text = isinstance(error, JSONDecodeError) and not line.lstrip().startswith((b"{", b"["))
-        plain = f"not JSON, such as {EXAMPLE}; to train on plain text, use distgpt train"
-        raise DataError(f"{where}: {plain if is_text else error}") from None
+    """Yield the tokens of each row of a file, or of all files in a directory."""
+    for where, row in rows(path):
+        try:
+            yield example_of(row, chat)._replace(where=where)
+        except DataError as error:
+            raise DataError(f"{where}: {error}") from None
 
 
 def example_of(row: Any, chat: ChatFormat) -> Example:
@@ -80,8 +63,9 @@ def example_of(row: Any, chat: ChatFormat) -> Example:
         return _chat(checked_messages(row["messages"]), chat)
     if "conversations" in row:
         return _chat(checked_messages(_from_sharegpt(row["conversations"])), chat)
-    if "prompt" in row and "completion" in row:
-        return _chat(_turn(_text(row, "prompt"), _text(row, "completion")), chat)
+    for question, answer in PAIRS:
+        if question in row and answer in row:
+            return _chat(_turn(_text(row, question), _text(row, answer)), chat)
     if "instruction" in row and "output" in row:
         given = _text(row, "input") if row.get("input") else ""
         asked = "\n\n".join(text for text in (_text(row, "instruction"), given) if text)
@@ -130,7 +114,7 @@ def _plain(text: str, chat: ChatFormat) -> Example:
     ids = [*tokenizer.encode_prompt(text), *ends[:1]]
     learned = np.ones(len(ids), np.uint8)
     learned[: len(tokenizer.first)] = 0
-    return Example(np.array(ids, tokenizer.encode("").dtype), learned)
+    return Example(np.array(ids, tokenizer.encode("").dtype), learned, is_text=True)
 
 
 class Examples(ArrayTokens):
@@ -168,6 +152,12 @@ class ExampleBatches(Batches):
             f" {batch_size * steps / rows:.3g} epochs are {count(steps, 'step')}"
             f" of {count(batch_size, 'sequence')}"
         )
+
+        if (few := len(examples.starts) - 1) < FEW:
+            yield (
+                f"{count(few, 'example')}: too few to learn more than these answers; a few hundred change the"
+                " style of answers, a few thousand teach a task"
+            )
 
     def counted_fraction(self, step: int) -> float:
         rows = self._order(step, slice(None))[0]
@@ -235,7 +225,11 @@ class _Chats:
                     " 0 examples"
                 )
             parts = (~held_out, held_out) if val_fraction else (~held_out,)
-            return [_together([result[i] for i in np.flatnonzero(part)]) for part in parts]
+            together = [_together([result[i] for i in np.flatnonzero(part)]) for part in parts]
+            answers = int((together[-1].targets != IGNORE_INDEX).sum())
+            if val_fraction and answers < FEW_TOKENS:
+                say(f"the held-out answers have only {count(answers, 'token')}, so their loss is imprecise")
+            return together
 
         parts = on_root(comm, read)
         return ChatCorpus(tokenizer, parts[0], parts[1] if val_fraction else None)
@@ -247,16 +241,20 @@ CHATS = _Chats()
 def _fitting(path: Path, chat: ChatFormat, seq_len: int, say: Say) -> list[Example]:
     """Read the examples, cut to the context. Skip examples that have no answer left."""
     result, cut, lost = [], 0, 0
-    for example in read_examples(path, chat):
-        ids, learned = (part[: seq_len + 1] for part in example)
-        cut += len(ids) < len(example.ids)
-        if learned[1:].any():
-            result.append(Example(ids, learned))
-        else:
-            lost += 1
+    for ids, learned, is_text, _ in read_examples(path, chat):
+        # Each part of a text predicts the first token of the next one.
+        starts = range(0, len(ids) - 1, seq_len) if is_text else (0,)
+        parts = [(ids[i : i + seq_len + 1], learned[i : i + seq_len + 1]) for i in starts]
+        cut += not is_text and len(ids) > seq_len + 1
+        kept = [Example(*part) for part in parts if part[1][1:].any()]
+        result += kept
+        lost += not kept
     limit = f"{seq_len + 1} tokens (--seq-len)"
     if not result:
-        raise DataError(f"{path}: no example has an answer within its first {limit}")
+        raise DataError(
+            f"{path}: no example has an answer within its first {limit}; set a larger one, or shorten the"
+            " prompts"
+        )
     if cut or lost:
         without = f"; skipped {lost:,} without an answer before the cut" if lost else ""
         say(f"{cut:,} of {count(len(result) + lost, 'example')} are cut after {limit}{without}")
@@ -264,9 +262,9 @@ def _fitting(path: Path, chat: ChatFormat, seq_len: int, say: Say) -> list[Examp
 
 
 def _together(examples: list[Example]) -> Examples:
-    inputs = np.concatenate([ids[:-1] for ids, _ in examples])
-    targets = [np.where(learned[1:], ids[1:].astype(np.int32), IGNORE_INDEX) for ids, learned in examples]
-    lengths = [len(ids) - 1 for ids, _ in examples]
+    inputs = np.concatenate([each.ids[:-1] for each in examples])
+    targets = [np.where(e.learned[1:], e.ids[1:].astype(np.int32), IGNORE_INDEX) for e in examples]
+    lengths = [len(each.ids) - 1 for each in examples]
     return Examples(
         inputs, np.concatenate(targets).astype(np.int32), np.cumsum([0, *lengths], dtype=np.int64)
     )

@@ -120,6 +120,8 @@ class Example(NamedTuple):
 
     ids: Ids
     learned: Any
+    is_text: bool = False  # a plain text, not a chat
+    where: str = ""  # its file and line
 
 
 class _Rendered(NamedTuple):

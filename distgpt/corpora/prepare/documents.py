@@ -16,7 +16,7 @@ import shutil
 import stat
 import tempfile
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from itertools import accumulate
@@ -54,10 +54,13 @@ class Input:
         return self.path.name.lower().endswith(".gz")
 
 
-def find_inputs(paths: Sequence[Path | Input], note: Say = lambda text: None) -> list[Input]:
+def find_inputs(
+    paths: Sequence[Path | Input], note: Say = lambda text: None, endings: Mapping[str, str] = ENDINGS
+) -> list[Input]:
     """List the files and, for a directory, the files of known kinds in it, sorted.
 
-    `note` gets the number of files read, and the number and suffixes of files skipped.
+    `endings` has the kinds by suffix. `note` gets the number of files read, and the number and suffixes of
+    files skipped.
     """
     result: list[Input] = []
     for path in paths:
@@ -67,17 +70,18 @@ def find_inputs(paths: Sequence[Path | Input], note: Say = lambda text: None) ->
             raise DataError(f"{path} is not a file or a directory")
         elif path.is_dir():
             files = _files(path)
-            taken = [file for file in files if _kind(file.name)]
+            taken = [file for file in files if kind_of(file.name, endings)]
             if not taken:
-                raise DataError(f"{path} has no files that end in {', '.join(ENDINGS)}")
-            result += [_described(file, file.relative_to(path).as_posix()) for file in taken]
+                raise DataError(f"{path} has no files that end in {', '.join(endings)}")
+            result += [_described(file, file.relative_to(path).as_posix(), endings) for file in taken]
             others = sorted({file.suffix.lower() or file.name for file in {*files} - {*taken}})
             shown = escape(", ".join(others[:MOST_ENDINGS])) + ", …" * (len(others) > MOST_ENDINGS)
             skipped = f", {len(files) - len(taken):,} skipped ({shown})" if others else ""
             note(f"{count(len(taken), 'file')} read{skipped}")
         else:
-            refuse_by_name(path)
-            result.append(_described(path, path.name))
+            if not kind_of(path.name, endings):
+                refuse_by_name(path)
+            result.append(_described(path, path.name, endings))
     for source in result:  # before any work is done
         if source.kind != ROWS:
             with opened(source) as (stream, _):
@@ -110,11 +114,11 @@ def _files(folder: Path) -> list[Path]:
     return sorted(result, key=lambda path: path.parts)
 
 
-def _kind(name: str) -> str | None:
-    return next((kind for ending, kind in ENDINGS.items() if name.lower().endswith(ending)), None)
+def kind_of(name: str, endings: Mapping[str, str]) -> str | None:
+    return next((kind for ending, kind in endings.items() if name.lower().endswith(ending)), None)
 
 
-def _described(path: Path, name: str) -> Input:
+def _described(path: Path, name: str, endings: Mapping[str, str]) -> Input:
     with storage_errors("read", path):
         about = path.stat()
     if not stat.S_ISREG(about.st_mode):
@@ -123,7 +127,7 @@ def _described(path: Path, name: str) -> Input:
         name.encode()
     except UnicodeEncodeError:
         raise DataError(f"the name of the file {str(path)!r} is not valid UTF-8") from None
-    return Input(path, name, _kind(path.name) or TEXT, about.st_size, about.st_mtime_ns)
+    return Input(path, name, kind_of(path.name, endings) or TEXT, about.st_size, about.st_mtime_ns)
 
 
 @contextmanager

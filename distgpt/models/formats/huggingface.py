@@ -9,6 +9,7 @@ import shutil
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -36,6 +37,8 @@ from distgpt.core.base.files import (
     unfinished_versions,
 )
 from distgpt.core.base.formatting import count
+from distgpt.core.comm.api import SerialComm
+from distgpt.core.components import components
 from distgpt.core.config import ModelConfig, RunConfig
 from distgpt.core.data.tokenizers import Tokenizer, load_tokenizer
 from distgpt.core.model.model import Architecture
@@ -51,7 +54,7 @@ from distgpt.core.saved.tensors import (
     verify_data,
     write_tensors,
 )
-from distgpt.core.saved.weights import find_weights, verified
+from distgpt.core.saved.weights import Merge, find_weights, verified
 from distgpt.corpora.tokenizers.bpe import BpeTokenizer, symbols
 from distgpt.corpora.tokenizers.third_party import CHAT_FILES, PREFIX, TOKENIZER_FILES, download_model
 from distgpt.corpora.tokenizers.tokenizer_json import LibraryTokenizer, added_token
@@ -309,7 +312,7 @@ def export_model(path: Path, out: Path, dtype: str, note: Note = lambda text: No
 
     Uses little more memory than the largest tensor.
     """
-    path, description = exportable(path)
+    path, description, _ = exportable(path)
     config = description.run.model
     family = family_for(config, path)
     refuse_directory(out)
@@ -340,20 +343,29 @@ def export_model(path: Path, out: Path, dtype: str, note: Note = lambda text: No
     return page("directory", out, described, use)
 
 
-def exportable(path: Path) -> tuple[Path, Description]:
-    """Return the weights file of a path, and its description."""
-    path = find_weights(path)
+def exportable(path: Path, merges: bool = False) -> tuple[Path, Description, Merge | None]:
+    """Return the weights file of a path, its description, and if `merges`, how to merge an adapter."""
+    path, merge = find_weights(path), None
     description = read_description(path)
+    if merges and description.part:
+        path, merge = components().part(description.part).whole(path, SerialComm())
+        description = read_description(path)
+        description = replace(description, tokenizer=merge.tokenizer or description.tokenizer)
     description.reject_incomplete(path)
     if description.rounded:
         raise UsageError(f"{path} is in {description.rounded}; export the original file")
-    return path, description
+    return path, description, merge
 
 
-def our_rows(path: Path, header: Header, mapping: TensorMapping) -> NDArray[Any]:
+def our_rows(path: Path, header: Header, mapping: TensorMapping, merge: Merge | None = None) -> NDArray[Any]:
     """Return our rows that correspond to a tensor of theirs."""
     array = np.full(mapping.our_shape, mapping.fill, "<f4")
-    if mapping.ours:
+    if mapping.ours and merge and array.ndim == 2:  # a merge changes whole matrices
+        whole = np.empty(header.tensors[mapping.ours].shape, "<f4")
+        read_rows(path, header, mapping.ours, whole)
+        merge(mapping.ours, whole)
+        array[...] = whole[mapping.first : mapping.first + mapping.rows]
+    elif mapping.ours:
         read_rows(path, header, mapping.ours, array, mapping.first)
     if mapping.norm_eps is not None:
         array /= np.sqrt(np.square(array).mean(1, keepdims=True) + mapping.norm_eps)

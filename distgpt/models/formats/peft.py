@@ -76,7 +76,9 @@ def import_adapter(source: str, weights: Path | None, out: Path, note: Note) -> 
     about = read_description(weights)
     about.reject_incomplete(weights)
     family, path = family_for(about.run.model, weights), folder / TENSORS
-    layers = {family.full_name(m.theirs).removesuffix(".weight"): m for m in _layers(family, about.run)}
+    layers = {
+        family.full_name(m.theirs).removesuffix(".weight"): m for m in adaptable_layers(family, about.run)
+    }
     result = _read(path, read_header(path), layers, _scales(settings, str(folder / SETTINGS)))
     beside = replace(about.run, train=replace(about.run.train, init=str(weights)))
     run = _run_of(beside, result, layers)
@@ -84,7 +86,7 @@ def import_adapter(source: str, weights: Path | None, out: Path, note: Note) -> 
     ours = adapters_by_matrix(run)
     with np.errstate(all="ignore"):  # refuse_nonfinite checks the results
         for name, theirs in result.items():
-            for adapter, rows in _pieces(ours, layers[name]):
+            for adapter, rows in pieces_in(ours, layers[name]):
                 rank, factor = len(theirs.a), np.float32(theirs.scale / run.train.lora_scale)
                 tensors[f"{adapter.name}.lora_a"][:rank] = theirs.a
                 tensors[f"{adapter.name}.lora_b"][:, :rank] = scaled = factor * theirs.b[rows]
@@ -96,7 +98,7 @@ def import_adapter(source: str, weights: Path | None, out: Path, note: Note) -> 
     return f"adapter    {out}\nnext       {use}"
 
 
-def _layers(family: Family, run: RunConfig) -> list[TensorMapping]:
+def adaptable_layers(family: Family, run: RunConfig) -> list[TensorMapping]:
     """Return their linear layers in the model's blocks."""
     mapped = family.mappings(run.model)
     return [m for m in mapped if len(m.shape) == 2 and m.ours.startswith("blocks.")]
@@ -165,14 +167,14 @@ def _run_of(run: RunConfig, found: Mapping[str, Theirs], layers: Mapping[str, Te
     alpha = rank * next(iter(found.values())).scale
     every = replace(run, train=replace(run.train, lora_rank=rank, lora_alpha=alpha, lora_matrices="all"))
     ours = adapters_by_matrix(every)
-    used = {adapter.piece for name in found for adapter, _ in _pieces(ours, layers[name])}
+    used = {adapter.piece for name in found for adapter, _ in pieces_in(ours, layers[name])}
     if used == {adapter.piece for some in ours.values() for adapter in some}:
         return every
     chosen = ",".join(name for name in LORA_MATRICES if name in used)
     return replace(every, train=replace(every.train, lora_matrices=chosen))
 
 
-def _pieces(ours: Mapping[str, list[Adapter]], mapping: TensorMapping) -> Iterator[tuple[Adapter, slice]]:
+def pieces_in(ours: Mapping[str, list[Adapter]], mapping: TensorMapping) -> Iterator[tuple[Adapter, slice]]:
     """Yield our adapters in one of their layers, each with its rows in that layer."""
     for adapter in ours.get(mapping.ours, ()):
         start, stop = adapter.rows.start - mapping.first, adapter.rows.stop - mapping.first
@@ -188,12 +190,12 @@ def export_adapter(path: Path, out: Path, dtype: str, note: Note) -> str:
     family = family_for(about.run.model, path)
     refuse_directory(out)
     held, ours = read_adapter(path, about), adapters_by_matrix(about.run)
-    tensors, ranks, layers = dict[str, Array](), dict[str, int](), _layers(family, about.run)
+    tensors, ranks, layers = dict[str, Array](), dict[str, int](), adaptable_layers(family, about.run)
     for mapping in layers:
-        if pieces := list(_pieces(ours, mapping)):
+        if pieces := list(pieces_in(ours, mapping)):
             module = family.full_name(mapping.theirs).removesuffix(".weight")
             ranks[module] = sum(adapter.rank for adapter, _ in pieces)
-            for side, array in zip(SIDES.values(), _joined(held, pieces, mapping.rows), strict=True):
+            for side, array in zip(SIDES.values(), joined(held, pieces, mapping.rows), strict=True):
                 tensors[PREFIX + module + side] = narrowed(array, dtype, module + side, path)
     is_transposed = any(mapping.transposed for mapping in layers)
     settings = _settings(ranks, about.run.train.lora_scale, Path(about.base.file).stem, is_transposed)
@@ -205,7 +207,7 @@ def export_adapter(path: Path, out: Path, dtype: str, note: Note) -> str:
     return f"directory  {out}\nnext       PeftModel.from_pretrained(model, {str(out)!r}) in PEFT"
 
 
-def _joined(held: Mapping[str, Array], pieces: list[tuple[Adapter, slice]], rows: int) -> tuple[Array, Array]:
+def joined(held: Mapping[str, Array], pieces: list[tuple[Adapter, slice]], rows: int) -> tuple[Array, Array]:
     """Return one A and one B that combine several of our adapters."""
     a = np.concatenate([held[f"{adapter.name}.lora_a"] for adapter, _ in pieces])
     b, end = np.zeros((rows, len(a)), np.float32), 0

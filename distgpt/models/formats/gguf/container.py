@@ -310,7 +310,9 @@ def _entry(front: _Front, name: str, alignment: int) -> Entry:
     number, start = front.number("I"), front.number("Q")
     if number not in TYPES:
         known = ", ".join(kind.name for kind in TYPES.values())
-        raise ValueError(f"{which} has the unknown type {number}; known: {known}")
+        raise ValueError(
+            f"{which} has the unknown type {number}; use a file in Q8_0 or Q4_K_M; known: {known}"
+        )
     if 0 in shape or shape[-1] % TYPES[number].size:
         raise ValueError(f"{which} has the shape {shape!r:.80}, which {TYPES[number].name} does not support")
     if start % alignment:

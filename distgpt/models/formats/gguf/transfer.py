@@ -21,8 +21,10 @@ from distgpt.core.config import ModelConfig
 from distgpt.core.data.tokenizers import Tokenizer
 from distgpt.core.model.layers import rope_frequencies
 from distgpt.core.saved.checkpoint import WEIGHTS
+from distgpt.core.saved.modelfile import read_description
 from distgpt.core.saved.rundir import RunDirectory
-from distgpt.core.saved.weights import verified
+from distgpt.core.saved.weights import find_weights, verified
+from distgpt.models.adapters import adapters_by_matrix, read_adapter
 from distgpt.models.formats.families import FAMILIES, Family, Settings, TensorMapping, family_for, recognised
 from distgpt.models.formats.gguf.container import (
     NUMBERS,
@@ -45,6 +47,7 @@ from distgpt.models.formats.huggingface import (
     page,
     refuse_place,
 )
+from distgpt.models.formats.peft import adaptable_layers, joined, pieces_in
 
 # Families whose GGUF name equals their name in transformers. A Mistral is a llama in GGUF.
 ARCHITECTURES = {family.model_type: family for family in FAMILIES if family.model_type != "mistral"}
@@ -139,6 +142,8 @@ def model_in(container: Container, tied: bool) -> tuple[Family, ModelConfig]:
     metadata, path = container.metadata, container.path
     if metadata.get("split.count", 1) not in (0, 1):
         raise DataError(f"{path} is one part of a model; merge its files first (llama-gguf-split --merge)")
+    if metadata.get("general.type") == "adapter":
+        raise DataError(f"{path} is an adapter, not a model; pass the .gguf of its base model")
     arch = metadata.get("general.architecture")
     family = ARCHITECTURES.get(arch) if isinstance(arch, str) else None
     if family is None:
@@ -259,7 +264,7 @@ class GgufModel:
 
 def export_gguf(path: Path, out: Path, dtype: str, note: Note = lambda text: None) -> str:
     """Write a GGUF file and return a summary. Uses little more memory than the largest tensor."""
-    path, description = exportable(path)
+    path, description, merge = exportable(path, merges=True)
     config = description.run.model
     family = family_in_gguf(config, path)
     refuse_place(out)
@@ -282,7 +287,7 @@ def export_gguf(path: Path, out: Path, dtype: str, note: Note = lambda text: Non
             yield factors
             return
         mapping = mappings[name]
-        array, order = our_rows(path, header, mapping), order_of(mapping, family, config)
+        array, order = our_rows(path, header, mapping, merge), order_of(mapping, family, config)
         yield from _encoded(array if order is None else array[order], kinds[name][0], mapping.ours, path)
 
     note(f"writing {family.title} with {count(config.n_layer, 'layer')} of width {config.n_embd}")
@@ -290,6 +295,39 @@ def export_gguf(path: Path, out: Path, dtype: str, note: Note = lambda text: Non
     described = tokenizer.describe() if tokenizer else "none"
     use = f"llama-cli -m {out}, or an Ollama Modelfile with FROM ./{out.name}"
     return page("file", out, described, use)
+
+
+def export_lora(path: Path, out: Path, dtype: str, note: Note = lambda text: None) -> str:
+    """Write an adapter as a GGUF file that llama.cpp applies to the exported model. Return a summary.
+
+    llama.cpp scales by alpha / rank, with one alpha for all tensors. If a tensor combines several adapters,
+    it has a larger rank, which b makes up for.
+    """
+    path = find_weights(path)
+    about = read_description(path)
+    if about.base is None:
+        raise UsageError(f"{path} is a complete model, not an adapter; export it without --adapter")
+    config, t = about.run.model, about.run.train
+    family = family_in_gguf(config, path)
+    refuse_place(out)
+    held, ours, tensors = read_adapter(path, about), adapters_by_matrix(about.run), dict[str, Array]()
+    for mapping in adaptable_layers(family, about.run):
+        if pieces := list(pieces_in(ours, mapping)):
+            a, b = joined(held, pieces, mapping.rows)
+            if (order := order_of(mapping, family, config)) is not None:
+                b = b[order]
+            b *= np.float32(len(a) / t.lora_rank)
+            for side, array in (("a", a), ("b", b)):
+                tensors[f"{named(mapping)}.lora_{side}"] = narrowed(array, dtype, mapping.ours, path)
+    metadata: dict[str, Any] = {"general.architecture": family.model_type, "general.name": path.stem}
+    metadata |= {"general.type": "adapter", "adapter.type": "lora"}
+    metadata["adapter.lora.alpha"] = t.lora_scale * t.lora_rank
+    kinds = {name: (DTYPES[dtype][0], array.shape) for name, array in tensors.items()}
+    note(f"writing adapters of rank {t.lora_rank} for {family.title}")
+    write_container(out, metadata, kinds, lambda name: iter([tensors[name]]))
+    return (
+        f"adapter    {out}\nnext       llama-cli -m BASE.gguf --lora {out}, where BASE is {about.base.file}"
+    )
 
 
 def _kind(name: str, shape: tuple[int, ...], dtype: str, tied: bool) -> str:

@@ -1,0 +1,94 @@
+"""Quantized bases of adapters: exact where a file's format allows it, and the same losses as without."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from complaints import done
+from distgpt.core.comm.api import SerialComm
+from distgpt.core.cpu.kernels import Bfloat16Kernels, CpuKernels
+from distgpt.core.model.memory import MATRIX, Spec
+from distgpt.core.ops.low_precision import from_bfloat16
+from distgpt.core.saved.modelfile import read_description
+from distgpt.inference.quantized.integers import PLACES, restored
+from distgpt.inference.quantized.rounding import rounded
+from distgpt.models.adapters import ADAPTERS, AdaptedModel
+from distgpt.models.formats.gguf.transfer import export_gguf, import_gguf
+from distgpt.models.quantized.held import OURS, held_matrices
+from distgpt.models.quantized.rounded import quantize
+from foreignmodels import random_model, shape, tensors_in
+from gguffiles import LLAMA
+
+from conftest import inside, losses, refused
+
+ODD = shape(300, 16, 1, 3, 42, mlp_width=37)  # rows of 42 and 37: not whole blocks
+WORDS = ["--data", "story", "--seq-len", "16", "--batch-size", "8", "--lr", "2e-2", "--steps", "12"]
+WORDS += ["--lora-rank", "2", "--threads", "1", "--progress", "plain"]
+
+
+def expanded(path, base, kernels=None, **more):
+    """Return a base's matrices as they are added to, by name."""
+    kernels, run = kernels or CpuKernels("float32", 2), read_description(path).run
+    run = replace(run, train=replace(run.train, init=str(path), lora_rank=2, lora_base=base, **more))
+    model, found = AdaptedModel(run, kernels), {}
+    ADAPTERS.load_frozen(SerialComm(), model, run.train)
+    for name, held in model.held.items():
+        found[name] = kernels.zeros(len(held.q), model.tensors[name].shape[1])
+        kernels.add_low_rank(found[name], held, None, None, 0.0)
+    specs = model.architecture.layout.specs
+    assert found.keys() == {spec.name for spec in specs if spec.group == MATRIX and ".lora_" not in spec.name}
+    return found
+
+
+@pytest.mark.parametrize(("base", "bits"), [("int8", 8), ("int4", 4)])
+def test_base_is_rounded_once_or_not_at_all(base, bits, tmp_path):
+    plain, own = tmp_path / "w.safetensors", tmp_path / "q.safetensors"
+    arrays = random_model(plain, ODD)
+    quantize(plain, own, base)
+    for path, matrices in ((plain, "all"), (own, "q,up")):
+        for name, found in expanded(path, base, lora_matrices=matrices).items():
+            np.testing.assert_array_equal(found, restored(rounded(arrays[name], bits, 1)), err_msg=name)
+    random_model(plain, LLAMA)
+    for dtype in ("q8_0", "q4_0"):
+        file, back = tmp_path / f"{dtype}.gguf", tmp_path / f"{dtype}.safetensors"
+        export_gguf(plain, file, dtype)
+        import_gguf(file, back, None)
+        exact = tensors_in(back)
+        if dtype == "q8_0" or bits == 4:
+            for name, found in expanded(back, {"q8_0": "int8", "q4_0": "int4"}[dtype]).items():
+                np.testing.assert_array_equal(found, exact[name], err_msg=name)
+
+
+@pytest.mark.parametrize("kernels", [CpuKernels("float32", 2), CpuKernels("float64", 1), Bfloat16Kernels(2)])
+@pytest.mark.parametrize(("base", "columns"), [("int8", 70), ("int4", 70), ("int4", 64)])
+def test_products_are_added_to_expanded_rows(kernels, base, columns):
+    draw = np.random.default_rng(2)
+    w, b, a = (draw.standard_normal(size) for size in ((90, columns), (90, 3), (3, columns)))
+    x = rounded(w.astype(np.float32), 8 if base == "int8" else 4, 1)
+    held = held_matrices([Spec("m", w.shape)], base, kernels)["m"]
+    q, levels = (x.q, None) if base == "int8" else (PLACES[x.q.view(np.uint8)], OURS)
+    held.set(q, from_bfloat16(x.scales), levels)
+    low = [kernels.zeros(*each.shape) for each in (b, a)]
+    for array, each in zip(low, (b, a), strict=True):
+        kernels.put(array, each)
+    y = kernels.zeros(60, columns)
+    kernels.add_low_rank(y, held[slice(20, 80)], low[0][20:80], low[1], 0.5)
+    wanted = restored(x)[20:80] + 0.5 * np.float64(kernels.to_host(low[0]))[20:80] @ kernels.to_host(low[1])
+    tolerance = 2**-7 if isinstance(kernels, Bfloat16Kernels) else 1e-5
+    assert np.abs(kernels.to_host(y) - wanted).max() < tolerance * np.abs(wanted).max()
+
+
+@pytest.mark.ci
+def test_training_above_a_base_in_q8_0_has_the_same_losses(tmp_path):
+    random_model(tmp_path / "w.safetensors", LLAMA)
+    export_gguf(tmp_path / "w.safetensors", tmp_path / "w.gguf", "q8_0")
+    base = tmp_path / "base.safetensors"
+    import_gguf(tmp_path / "w.gguf", base, "byte")
+    for name in ("none", "int8", "int4"):
+        done("train", "--init", base, *WORDS, "--base", name, "--out", tmp_path / name)
+    np.testing.assert_allclose(losses(tmp_path / "int8"), losses(tmp_path / "none"), rtol=1e-5)
+    difference = np.abs(np.subtract(losses(tmp_path / "int4"), losses(tmp_path / "none")))
+    assert 1e-4 < difference.max() < 0.5 and losses(tmp_path / "int4")[-1] < losses(tmp_path / "int4")[0] - 0.1
+    done("train", "--resume", tmp_path / "int4", "--steps", "14", "--threads", "1")
+    done("infer", "--weights", tmp_path / "int4", "--prompt", "the", "--max-new-tokens", "2")
+    refused(inside("train", "--init", base, *WORDS[:-6], "--base", "int8", "--out", tmp_path / "new"), 2, "--lora-rank")
