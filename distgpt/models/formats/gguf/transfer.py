@@ -325,9 +325,8 @@ def export_lora(path: Path, out: Path, dtype: str, note: Note = lambda text: Non
     kinds = {name: (DTYPES[dtype][0], array.shape) for name, array in tensors.items()}
     note(f"writing adapters of rank {t.lora_rank} for {family.title}")
     write_container(out, metadata, kinds, lambda name: iter([tensors[name]]))
-    return (
-        f"adapter    {out}\nnext       llama-cli -m BASE.gguf --lora {out}, where BASE is {about.base.file}"
-    )
+    base = f"BASE.gguf is the file that was tuned, or an export of {about.base.file}"
+    return f"adapter    {out}\nnext       llama-cli -m BASE.gguf --lora {out}, where {base}"
 
 
 def _kind(name: str, shape: tuple[int, ...], dtype: str, tied: bool) -> str:
