@@ -56,11 +56,6 @@ def test_small_clock_differences_are_not_slow(tmp_path):
         assert not machine.doubts and [cpu.number for cpu in machine.usable if not cpu.fast] == slow
 
 
-def test_this_machine_is_read():
-    machine = read_machine(allowed=os.sched_getaffinity(0))
-    assert machine.allowed == os.sched_getaffinity(0) and len(machine.usable) == len(machine.allowed)
-
-
 # 8 cores with two CPUs each, in two NUMA regions with a third-level cache each.
 SMALL = Tree(
     [Core((i, i + 8), region=i // 4, l3=i // 4) for i in range(8)], Seen(cpus=16, cores=8, sockets=1, regions=2, l3=2)

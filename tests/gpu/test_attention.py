@@ -6,7 +6,6 @@ import pytest
 from devices import ON_GPU, device, needs_device, needs_the_processor, poisoning
 from distgpt.core.ops.api import AttentionMask, BiasGradient
 from distgpt.core.ops.kernels import Kernels
-from distgpt.core.ops.low_precision import to_bfloat16
 from distgpt.gpu import attention
 from distgpt.gpu.attention import SHARED_LIMIT, TILES, attention_shape, cached_parts
 from distgpt.gpu.kernels import CudaKernels
@@ -231,27 +230,7 @@ def test_decoding_is_split_only_on_idle_devices():
     assert cached_parts(1, 1, 132) == 1
 
 
-# Emulated instructions are compared with the figures of the PTX ISA.
-INSTRUCTIONS = """
-extern "C" __global__ void load(unsigned* out, const unsigned* tile, int transposed) {
-    __shared__ __align__(16) unsigned rows[32 * 4];
-    for (int i = 0; i < 4; i++) rows[threadIdx.x * 4 + i] = tile[threadIdx.x * 4 + i];
-    __syncwarp();
-    unsigned got[4];
-    const SharedAddress row = shared_address(rows + threadIdx.x * 4);
-    if (transposed) load_matrices_transposed(got, row);
-    else load_matrices(got, row);
-    for (int i = 0; i < 4; i++) out[threadIdx.x * 4 + i] = got[i];
-}
-
-extern "C" __global__ void product(float* c, const unsigned* a, const unsigned* b) {
-    unsigned left[4];
-    float sums[4];
-    for (int i = 0; i < 4; i++) left[i] = a[threadIdx.x * 4 + i], sums[i] = c[threadIdx.x * 4 + i];
-    multiply_add(sums, left, b[threadIdx.x * 2], b[threadIdx.x * 2 + 1]);
-    for (int i = 0; i < 4; i++) c[threadIdx.x * 4 + i] = sums[i];
-}
-
+COPIES = """
 extern "C" __global__ void copies(unsigned* early, unsigned* late, const unsigned* from) {
     __shared__ __align__(16) unsigned to[32 * 4];
     start_copy<16>(shared_address(to + threadIdx.x * 4), from + threadIdx.x * 4, threadIdx.x % 2);
@@ -262,47 +241,12 @@ extern "C" __global__ void copies(unsigned* early, unsigned* late, const unsigne
 """
 
 
-def _run(kernel, *args):
-    on = HostDevice(texts={"instructions": INSTRUCTIONS})
-    k = CudaKernels(on, None, "float32")
-    given = [k.integers(arg, arg.dtype) if isinstance(arg, np.ndarray) else arg for arg in args]
-    on.launch("instructions", kernel, (), (1,), (32,), given)
-    return [on.download(array) for array in given if not isinstance(array, int)]
-
-
-@needs_the_processor
-@pytest.mark.parametrize("transposed", [0, 1])
-def test_matrices_are_loaded_as_documented(transposed):
-    matrices = np.arange(4 * 8 * 8, dtype=np.uint16).reshape(4, 8, 8)
-    out, _ = _run("load", np.zeros(128, np.uint32), matrices.reshape(-1).view(np.uint32), transposed)
-    dealt = matrices.swapaxes(1, 2) if transposed else matrices
-    # Row r of matrix i goes to register i of lanes 4 r to 4 r + 3, two numbers each.
-    wanted = np.ascontiguousarray(dealt).reshape(4, 32, 2).swapaxes(0, 1)
-    assert np.array_equal(out.view(np.uint16).reshape(32, 4, 2), wanted)
-
-
-@needs_the_processor
-def test_fragment_product_matches_matrices():
-    rng = np.random.default_rng(0)
-    a, b = rng.integers(-8, 9, (16, 16)), rng.integers(-8, 9, (16, 8))
-    c = rng.integers(-8, 9, (16, 8))
-    # Quarters of a as in the figures: upper left, lower left, upper right, lower right. Then halves of b and c.
-    quarters = np.stack([a[:8, :8], a[8:, :8], a[:8, 8:], a[8:, 8:]])
-    left = to_bfloat16(quarters).reshape(4, 32, 2).swapaxes(0, 1).copy().view(np.uint32)
-    columns = np.stack([b[:8].T, b[8:].T])
-    right = to_bfloat16(columns).reshape(2, 32, 2).swapaxes(0, 1).copy().view(np.uint32)
-
-    def sums(matrix):
-        return np.stack([matrix[:8], matrix[8:]]).reshape(2, 32, 2).swapaxes(0, 1).astype(np.float32).copy()
-
-    got, *_ = _run("product", sums(c).reshape(-1), left.reshape(-1), right.reshape(-1))
-    assert np.array_equal(got.reshape(32, 2, 2), sums(c + a @ b))
-
-
 @needs_the_processor
 def test_copies_arrive_after_waiting():
-    numbers = np.arange(128, dtype=np.uint32)
-    early, late, _ = _run("copies", np.zeros_like(numbers), np.zeros_like(numbers), numbers)
+    on, numbers = HostDevice(texts={"copies": COPIES}), np.arange(128, dtype=np.uint32)
+    given = [on.array(each) for each in (np.zeros_like(numbers), np.zeros_like(numbers), numbers)]
+    on.launch("copies", "copies", (), (1,), (32,), given)
+    early, late, _ = map(on.download, given)
     assert (early == 0xFFFFFFFF).all()
     wanted = numbers.reshape(32, 4) * (np.arange(32) % 2)[:, None]
     assert np.array_equal(late.reshape(32, 4), wanted)

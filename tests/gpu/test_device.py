@@ -134,20 +134,6 @@ def test_copy_memory_is_reused_only_when_done(device):
     assert device.xp.pinned < 5
 
 
-def test_mirror_copies_both_ways(device):
-    array = device.zeros((2, 2), FLOAT)
-    mirror = device.mirror(array)
-    assert (mirror.host.shape, mirror.host.dtype) == ((2, 2), FLOAT)
-    mirror.host[...] = [[1, 2], [3, 4]]
-    mirror.send()
-    mirror.ready()
-    mirror.host[...] = 0
-    mirror.fetch()
-    assert mirror.host.sum() == 0  # not copied yet
-    mirror.ready()
-    assert mirror.host.tolist() == [[1, 2], [3, 4]]
-
-
 def test_device_clears_memory_in_its_own_stream():
     """The device that was opened last owns CuPy's current stream."""
     xp = FakeCupy()

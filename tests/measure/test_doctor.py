@@ -15,7 +15,6 @@ from distgpt.cluster.launch import job
 from distgpt.cluster.launch.environment import launched_as, launcher_name
 from distgpt.core.base import caches
 from distgpt.core.base.errors import UsageError
-from distgpt.core.comm.agree import gather_bytes
 from distgpt.core.comm.api import SerialComm
 from distgpt.core.comm.resources import Cores
 from distgpt.core.config import STAGES
@@ -23,9 +22,6 @@ from distgpt.core.cpu.compiling import disk_cache
 from distgpt.gpu import probe
 from distgpt.measure.doctor import facts
 from distgpt.measure.doctor import report as doctor
-from hypothesis import example, given, settings
-from hypothesis import strategies as st
-from threadranks import on_all_ranks
 from trees import TREES, sys_of
 
 from conftest import ci_ranks, distgpt, inside, refused, slow_ranks, succeeded
@@ -194,13 +190,6 @@ def test_launcher_is_detected_from_environment():
         ({"PMI_SIZE": "many"}, "", 1),
     ):
         assert (launcher_name(environment), launched_as(environment)) == (launcher, processes)
-
-
-@given(st.lists(st.binary(max_size=300), min_size=3, max_size=3))
-@example([b"", b"\xff" * 70_000, b"c"])
-@settings(max_examples=10)
-def test_gather_bytes_returns_bytes_of_all_ranks(pieces):
-    assert on_all_ranks(3, lambda comm: gather_bytes(comm, pieces[comm.rank])) == [pieces] * 3
 
 
 @pytest.fixture

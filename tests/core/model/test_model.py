@@ -297,11 +297,6 @@ def test_gradients_in_training_types(kernels, limit):
         assert same == pytest.approx(loss, rel=limit / 10), kind
 
 
-def test_lora_gradients_match_central_differences():
-    model, examples = adapted(BASE, Kernels("float64")), batch(BASE, 3, 7)
-    check_by_differences(model, gradients(model, *examples)[0], *examples)
-
-
 def test_fresh_adapters_keep_the_model():
     kernels = Bfloat16Kernels(1)
     model = adapted(BASE, kernels)

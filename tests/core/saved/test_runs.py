@@ -299,14 +299,6 @@ def test_suggested_commands_are_quoted(tmp_path, monkeypatch):
     assert command_line("plot") == "distgpt plot"
 
 
-HOLD = """
-import sys
-from pathlib import Path
-from distgpt.core.saved.rundir import RunDirectory
-RunDirectory(Path(sys.argv[1])).lock.claim()
-print("held", flush=True)
-input()
-"""
 HOST = platform.node()
 NO_LOCKS = raising(OSError(errno.ENOLCK, "No locks available"))
 
@@ -377,24 +369,6 @@ def test_second_run_and_forked_child_are_rejected(run):
         assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 3 and first.path.exists()
     with second.claimed(SerialComm()):
         assert first.is_held()
-
-
-@pytest.mark.ci
-def test_second_process_is_rejected_until_first_ends(tmp_path):
-    run = RunDirectory(tmp_path)
-    words = [sys.executable, "-c", HOLD, str(tmp_path)]
-    with subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as child:
-        assert child.stdout.readline() == "held\n"
-        who = f"process {child.pid} on {HOST}"
-        for refuse in (run.lock.claim, run.lock.refuse_second):
-            with complains(f"is in use by {who}", "another --out", kind=UsageError):
-                refuse()
-        assert run.lock.is_held()
-        child.kill()
-    assert run.lock.refuse_second() == who and not run.lock.is_held()
-    with run.lock.claimed(SerialComm()):
-        assert run.lock.is_held()
-    assert not run.lock.path.exists()
 
 
 @pytest.mark.parametrize("content, who", [

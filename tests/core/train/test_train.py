@@ -134,20 +134,6 @@ def test_summary_has_speed_and_memory(tmp_path):
     assert summary(tmp_path / "run")["steps"] == 2
 
 
-@pytest.mark.ci
-def test_peak_memory_includes_freed_memory():
-    hungry = """if True:
-        from distgpt.core.comm.resources import peak_memory
-        before = peak_memory()
-        block = b"x" * 200_000_000
-        del block
-        print(before, peak_memory())
-    """
-    result = subprocess.run([sys.executable, "-c", hungry], capture_output=True, text=True, check=True)
-    before, most = map(int, result.stdout.split())
-    assert 200e6 < most < before + 210e6
-
-
 def test_environment_record_is_anonymous(monkeypatch):
     words = ["train", "--data", "/home/me/my.txt", "--launcher", "/home/me/bin/mpirun --host n1,n2"]
     monkeypatch.setattr("sys.argv", ["/somewhere/bin/distgpt", *words])
