@@ -20,7 +20,7 @@ from distgpt.core.data.batches import ArrayTokens, windows_of
 from distgpt.core.data.textfile import read_text, resolve_data
 from distgpt.core.data.tokenizers import load_tokenizer
 from distgpt.core.model.model import Architecture, Model
-from distgpt.core.saved.modelfile import read_description
+from distgpt.core.saved.modelfile import load_model, read_description
 from distgpt.core.train import assessment
 from distgpt.core.train.assessment import Scorer, Span, Validation
 from distgpt.inference.evaluation.benchmark import LINES, Benchmark, Question, likelihoods, read_questions
@@ -231,11 +231,12 @@ def test_greedy_word_counts_as_correct():
     gpt = distgpt.init(replace(CONFIG, vocab_size=tokenizer.size), seed=1, dtype="float64")
     start = tokenizer.encode_prompt("the")
     topk_logits = tokenizer.decode([int(gpt.logits(np.array([start]))[0, -1].argmax())])
-    words = [topk_logits.strip(), next(kind for kind in kinds if kind != topk_logits.strip())]
+    others = [kind for kind in kinds if kind != topk_logits.strip()]
+    words = [topk_logits.strip(), *others[:2]]
     benchmark = Benchmark([Question([("the", f" {word}")], 0) for word in words], tokenizer, 700)
     expected = [plain(gpt, span) for span in benchmark.spans]
     found = benchmark.measure(Scorer(model(config=gpt.config), SerialComm()))
-    assert found["acc"] == 0.5 == np.mean([greedy for _, greedy in expected])
+    assert found["acc"] == pytest.approx(1 / 3) == np.mean([greedy for _, greedy in expected])
     assert found["perplexity"] == pytest.approx(np.exp(np.mean([loss for loss, _ in expected])))
 
 
@@ -275,6 +276,26 @@ def test_eval_command_runs_every_benchmark(tmp_path, capsys):
     assert all(f"{name} " in said for name in PUBLISHED)
     with pytest.raises(DistgptError, match=r"cannot read .*none.jsonl"):
         cli.main(["eval", "--weights", str(words[2]), "--piqa", str(tmp_path / "none.jsonl")], standalone_mode=False)
+
+
+@pytest.mark.peer
+def test_likelihoods_match_transformers(tmp_path):
+    torch, transformers = (pytest.importorskip(name) for name in ("torch", "transformers"))
+    exported_model(tmp_path / "model", MODEL)
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "model", dtype=torch.float32)
+    ours, _ = load_model(tmp_path / "ours.safetensors", CpuKernels("float32", 1), SerialComm())
+    for name, write in PUBLISHED.items():
+        (tmp_path / name).mkdir()
+        benchmark = Benchmark(read_questions(name, write(tmp_path / name)[0]), BYTES, 700)
+        found = likelihoods(Scorer(ours, SerialComm()), benchmark.spans)
+        for (loss, greedy), span in zip(found, benchmark.spans, strict=True):
+            ids = torch.tensor(span.ids[None].astype(np.int64))
+            with torch.no_grad():
+                logits = theirs(ids).logits[0, span.first - 1 : -1]
+            likely = torch.log_softmax(logits.double(), -1)
+            expected = -likely.gather(1, ids[0, span.first :, None]).sum()
+            assert abs(loss - float(expected)) < 1e-4, (name, loss, expected)
+            assert greedy == bool((logits.argmax(-1) == ids[0, span.first :]).all())
 
 
 SMALL = ModelConfig(vocab_size=61, seq_len=48, n_layer=2, n_head=2, n_embd=16)

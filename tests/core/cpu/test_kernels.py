@@ -14,6 +14,7 @@ from distgpt.core.cpu.kernels import Bfloat16Kernels, CpuKernels
 from distgpt.core.model.model import Architecture, Model
 from distgpt.core.model.passes import Pass
 from distgpt.core.ops.activations import ACTIVATIONS
+from distgpt.core.ops.api import IGNORE_INDEX, Affine, Head
 from distgpt.core.ops.kernels import Kernels
 from distgpt.gpu.kernels import CudaKernels
 from operations import *  # noqa: F403
@@ -39,6 +40,23 @@ def test_backends_override_all_but_listed_methods(backend):
     for name in wanted:
         mine, theirs = (inspect.signature(each[name]).parameters.values() for each in (wanted, found))
         assert [(p.name, p.kind, p.default) for p in mine] == [(p.name, p.kind, p.default) for p in theirs], name
+
+
+@pytest.mark.peer
+def test_masked_loss_matches_pytorch():
+    torch = pytest.importorskip("torch")
+    random, k = np.random.default_rng(0), CpuKernels("float32", 2)
+    x, w = (random.standard_normal((rows, 24)).astype("float32") for rows in (70, 131))
+    targets = np.where(random.random(70) < 0.6, IGNORE_INDEX, random.integers(0, 131, 70)).astype(np.int32)
+    losses, dx, dw, learned = k.zeros(70), k.zeros(70, 24), k.zeros(131, 24), (targets != IGNORE_INDEX).sum()
+    k.linear_cross_entropy(losses, dx, dw, x, Head(w, k.zeros(32, 131), 131), targets, 1 / learned, False)
+    inputs = [torch.tensor(each, requires_grad=True) for each in (x, w)]
+    wanted = torch.from_numpy(np.where(targets == IGNORE_INDEX, -100, targets).astype(np.int64))
+    loss = torch.nn.functional.cross_entropy(inputs[0] @ inputs[1].T, wanted, ignore_index=-100)
+    loss.backward()
+    np.testing.assert_allclose(losses.sum() / learned, loss.item(), rtol=1e-6)
+    for own, peers in zip((dx, dw), inputs, strict=True):
+        np.testing.assert_allclose(own, peers.grad.numpy(), rtol=0, atol=1e-6)
 
 
 @pytest.fixture(params=[pytest.param(1, marks=pytest.mark.ci), 3], ids=["1 thread", "3 threads"])
@@ -118,6 +136,13 @@ def test_activation_gradients_match_differences(name):
     differences = (compute(X + step)[0] - compute(X - step)[0]) / (2 * step)
     np.testing.assert_allclose(compute(X)[1], differences, atol=1e-8)
     assert np.isnan(compute(np.array([np.nan]))[0])  # NaN reaches the loss
+
+
+def test_gate_multiplies_by_right_half():
+    k, w = Kernels(), np.eye(4)
+    pre, y = k.zeros(1, 4), k.zeros(1, 2)
+    k.linear_act(y, pre, np.array([[1.0, -0.7, 3.0, 10.0]]), Affine(w, None), "swiglu")
+    np.testing.assert_allclose(y, [[3 * 0.731059, -2.32269]], atol=5e-6)
 
 
 def test_activations_have_all_loops():
