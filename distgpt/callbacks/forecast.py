@@ -47,6 +47,8 @@ class Forecast(AbstractContextManager["Forecast"]):
     def load(self, state: JsonObject) -> None:
         known: Any = state
         self._begun, self.curve = known["begun"], known["curve"]
+        if self.curve and self.curve[-1][0] >= MARKS[1]:
+            self.predicted = predicted(self.curve)
 
     def after_step(self, done: Finished) -> dict[str, float]:
         run = self._run

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from copy import copy
 from dataclasses import replace
 from functools import partial
@@ -300,8 +300,9 @@ def _report(run: Any, request: RunRequest, as_json: bool) -> None:
     if request.tokens or run.settings.within_minutes:
         from distgpt.recipes.within import outcome
 
-        if told := outcome(request.expected_bits, run):
-            show("predicted", told)
+        label, told = outcome(request.expected_bits, run)
+        if told:
+            show(label, told)
     if seconds := run.progress.seconds:
         rate = run.settings.batch_size * run.model.config.seq_len * len(seconds) / sum(seconds)
         took, steps = clock(time.monotonic() - run.stage.begun), count(len(seconds), "step")
@@ -346,10 +347,18 @@ def as_train(weights: Path | None, data: str | None, **options: Any) -> dict[str
     return {**dict.fromkeys(option.name or "" for option in train.params), **options, **own}
 
 
+def _one_source(context: click.Context, param: click.Parameter, sources: Sequence[str]) -> str | None:
+    if len(sources) > 1:
+        raise UsageError("tune reads one --data; put several files into a directory and name that")
+    return sources[0] if sources else None
+
+
 @command(example="distgpt tune --weights model.safetensors --data chats.jsonl --out runs/tuned")
 @click.option("--weights", type=PATH, help="Model to tune: weights file, run, or hub:ORG/NAME.")
 @click.option(
     "--data",
+    multiple=True,
+    callback=_one_source,
     shell_complete=files,
     help="Chats to train on (.jsonl, .jsonl.gz, .json, .csv, .tsv), texts (.txt, .md), or a directory.",
 )

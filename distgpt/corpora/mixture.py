@@ -87,7 +87,8 @@ def paths_of(data: str) -> dict[Path, float]:
 
 def _exists(name: str) -> bool:
     try:
-        return bool(resolve_data(name))
+        resolve_data(name)
+        return True
     except DataError:
         return False
 
@@ -104,7 +105,7 @@ class JoinedTokens:
         return self._starts[-1]
 
     def read(self, start: int, stop: int) -> Ids:
-        at, pieces = bisect_right(self._starts, start) - 1, list[Ids]()
+        at, pieces = min(bisect_right(self._starts, start), len(self.parts)) - 1, list[Ids]()
         while not pieces or self._starts[at] < stop:
             begin, part = self._starts[at], self.parts[at]
             pieces.append(part.read(max(0, start - begin), min(len(part), stop - begin)))

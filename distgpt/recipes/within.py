@@ -105,10 +105,11 @@ def _text(given: Mapping[str, Any]) -> tuple[Text, bool]:
     return replace(text_of(given), difficulty=hard), holds_out(given)
 
 
-def outcome(expected: float, run: Run) -> str:
-    """Compare a run with its last prediction and explain a difference; "" if there was no prediction.
+def outcome(expected: float, run: Run) -> tuple[str, str]:
+    """Compare a run with its last prediction and explain a difference. Return a label and the text.
 
-    `expected`: the bits per byte predicted before the run, or 0.
+    `expected`: the bits per byte predicted before the run, or 0. Without a prediction, the text only says if
+    the run took few steps.
     """
     t, made, best = run.settings, run.progress.step, run.checkpoints.best
     why = []
@@ -119,7 +120,7 @@ def outcome(expected: float, run: Run) -> str:
     known = [each.predicted for each in run.callbacks if isinstance(each, Forecast) and each.predicted]
     bits, off = known[0] if known else (expected, UNMEASURED)
     if not bits or reached is None:
-        return "".join(why)
+        return "note", "".join(why)
     trained = run.report.bits_per_byte(run.progress.loss)
     passes = made * t.batch_size / run.batches.windows_per_epoch
     if reached > (most := (1 + off) * bits):
@@ -128,7 +129,7 @@ def outcome(expected: float, run: Run) -> str:
         if passes > MANY:
             why.append(f"the text was read {passes:.1f} times")
         why = why or ["this text is harder than the text the estimate is based on"]
-    return "; ".join([f"{bits_range(bits, off)} bits per byte, reached {reached:.2f}", *why])
+    return "predicted", "; ".join([f"{bits_range(bits, off)} bits per byte, reached {reached:.2f}", *why])
 
 
 def _with_steps(request: RunRequest, stage: Stage, seconds: float, say: Say) -> RunRequest:

@@ -14,6 +14,7 @@ import numpy as np
 from distgpt.core.base.errors import DistgptError, Say, escape, escape_model_text
 from distgpt.core.base.files import atomic_file
 from distgpt.core.base.formatting import count, duration, long_duration
+from distgpt.core.comm.agree import on_root
 from distgpt.core.comm.api import SerialComm
 from distgpt.core.comm.job import shown_on_terminal
 from distgpt.core.components import components
@@ -46,14 +47,14 @@ def dry_run(plan: Plan, stage: Stage, say: Say) -> None:
     for line in texts.batches.notes(t.steps):
         say(line)
     step, taken = make_steps(texts.config, stage, say), list[float]()
-    while len(taken) <= STEPS and sum(taken[1:]) < SECONDS:
+    while on_root(stage.comm, lambda: len(taken) <= STEPS and sum(taken[1:]) < SECONDS):
         begun = time.perf_counter()
         step.launch(len(taken), texts.batches).wait()
         taken.append(time.perf_counter() - begun)
     each = min(taken[1:])  # the first one also allocates
     if stage.comm.rank == 0:
-        whole = f"{count(t.steps, 'step')} take {long_duration(t.steps * each)}"
-        click.echo(f"time      {whole} at {duration(each)} per step, excluding evaluations")
+        steps = f"{count(t.steps, 'step')} of {duration(each)}"
+        click.echo(f"time      {long_duration(t.steps * each)} for {steps}, excluding evaluations")
         click.echo("dry run   nothing was written; to train, omit --dry-run")
 
 
@@ -109,8 +110,8 @@ def compare(run: Run) -> None:
             _answers(run, path, [prompt for prompt, _ in questions])
             for path in (Path(run.config.train.init), directory.best if best else directory.weights)
         ]
-    except DistgptError as error:  # too little memory, or a base that has moved
-        click.echo(f"answers   not compared: {error}")
+    except (DistgptError, OSError, MemoryError) as error:  # such as a base that has moved
+        click.echo(f"answers   not compared: {error or 'too little memory'}")
         return
     is_held_out = run.assessment is not None and run.assessment.validation is not None
     source = "held-out" if is_held_out else "training"
@@ -133,8 +134,11 @@ def compare(run: Run) -> None:
             shown = text.strip() if label != "question" else text.strip()[-LONGEST:]
             click.echo(f"  {label:<10}" + escape_model_text(shown).replace("\n", f"\n{'':12}"))
         click.echo()
-    with atomic_file(path) as file:
-        file.write("\n".join([*page, ""]).encode())
+    try:
+        with atomic_file(path) as file:
+            file.write("\n".join([*page, ""]).encode())
+    except OSError as error:
+        click.echo(f"note      {escape(str(path))} was not written: {error}")
 
 
 def _cell(text: str) -> str:
@@ -170,7 +174,8 @@ def _answers(run: Run, path: Path, prompts: list[Ids]) -> list[str]:
         path, merge = components().part(kind).whole(path, comm)
     t, config = run.settings, run.model.config
     context = None if config.has_position_vectors else config.seq_len  # the base's may be much longer
-    model, _ = load_model(path, run.stage.kernels(t.dtype, t.matmul_backend), comm, context, merge)
+    alone = replace(run.stage, comm=comm)  # the other ranks take no part
+    model, _ = load_model(path, alone.kernels(t.dtype, t.matmul_backend), comm, context, merge)
     usual = Request(max_new_tokens=LENGTH, ends=chat.ends, stop=chat.stops, overflow="stop")
     requests = [replace(usual, prompt=prompt.tolist()) for prompt in prompts]
     done = complete(Engine(slots_for(model, len(requests)), run.tokenizer), requests)

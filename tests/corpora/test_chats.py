@@ -281,7 +281,7 @@ TABLES = {
     "b.json": "\n".join(map(json.dumps, ROWS)),
     "c.csv": f'\ufeffid,question,answer\r\n1,{QUESTION},"{ANSWER}"\r\n\r\n2,{QUESTION},"{ANSWER}"\r\n',
     "d.csv": f"prompt;response\n{QUESTION} ; {ANSWER}\n{QUESTION};{ANSWER} ",
-    "e.tsv": f"instruction\tinput\toutput\n{QUESTION}\t\t{ANSWER}\n{QUESTION}\t\t{ANSWER}\n",
+    "e.tsv": f"instruction\t input\toutput\n{QUESTION}\t\t{ANSWER}\n{QUESTION}\t\t{ANSWER}\n",
 }
 
 
@@ -303,7 +303,12 @@ def test_lists_and_tables_give_the_same_examples(plain, tmp_path, name):
         ("a.json", '[{"text": "a"},', ["item 2: not JSON"]),
         ("a.json", '[{"text": "a", "text": "b"}]', ["item 1: ", "duplicate"]),
         ("a.json", "[" * 99999, ["item 1: "]),
+        *(
+            ("a.json", f'[{{"text": "a"}}{end}', [word])
+            for end, word in ((",]", "item 1"), ("] b", "follows the list"))
+        ),
         ("a.json", "[]", ["has no rows"]),
+        ("a.csv", "prompt,prompt\na,b", ["same name"]),
         ("a.csv", "prompt,completion\n", ["has no rows"]),
         ("a.csv", "prompt,completion\na", ["line 2: ", "2 columns"]),
         ("a.csv", "prompt,completion\na,b,c", ["line 2: ", "2 columns"]),

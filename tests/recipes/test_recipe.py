@@ -43,7 +43,19 @@ from steps import build_step
 from stopping import at_call
 from threadranks import on_all_ranks
 
-from conftest import SMALL, distgpt, inside, logged, losses, popen, refused, slow_ranks, succeeded, validations
+from conftest import (
+    SMALL,
+    ci_ranks,
+    distgpt,
+    inside,
+    logged,
+    losses,
+    popen,
+    refused,
+    slow_ranks,
+    succeeded,
+    validations,
+)
 from models import VARIANTS
 
 HELD_OUT = ["--val-fraction", "0.2", "--eval-every", "5"]
@@ -400,7 +412,7 @@ def test_dry_run_shows_examples_and_writes_nothing(chats, tmp_path):
     assert said.count(" of them trained on\n") == 5 and "«Old Marta keeps it.\n\nUser:\n»" in said
     assert re.search(r"longest   .*chats.jsonl, line 6: 1\d\d tokens", said)
     assert re.search(r"cut       after 97 tokens .*: .*chats.jsonl, line 6: ", said)
-    assert re.search(r"time      4 steps take .* per step", said)
+    assert re.search(r"time      .* for 4 steps of ", said)
     assert [*tmp_path.iterdir()] == [path.parent]
 
 
@@ -424,3 +436,17 @@ def test_tuning_stops_when_it_gets_worse_and_compares_answers(chats, tmp_path):
     told = tuned(chats, tmp_path / "again", "--steps", "2")
     assert "answers   to training questions" in told and "--patience" not in told
     refused(tune(chats, tmp_path / "no", "--patience", "2", "--outer-every", "4"), 2, "--patience", "--outer-every")
+
+
+@ci_ranks
+def test_two_ranks_compare_answers_and_stay_finished(chats, tmp_path):
+    out = tmp_path / "run"
+    words = ["tune", "--stage", "mpi", "--weights", SAMPLE, "--data", chats, "--out", out, *SHAPE, "--lr", "1"]
+    words += ["--val-fraction", "0.4", "--epochs", "20", "--eval-every", "1", "--patience", "1"]
+    ended = distgpt(*words, ranks=2)
+    assert ended.returncode == 0 and "--patience" in ended.stdout + ended.stderr, ended.stderr
+    assert (out / "answers.md").exists() and len(losses(out)) < 20
+    again = distgpt(*words, "--resume", "auto", ranks=2)
+    assert "is finished; nothing was changed" in again.stdout + again.stderr
+    refused(tune(chats, tmp_path / "no", "--patience", "2"), 2, "--val-fraction")
+    refused(tune(chats, tmp_path / "no", "--data", chats), 2, "directory")

@@ -147,7 +147,7 @@ _STUDY = {
 }
 
 # A model this small allows a higher learning rate than `fast`. It reads short texts many times, which an
-# embedding of the previous token learns by heart.
+# embedding of the previous token memorizes.
 _TINY: Values = {**_FAST, "lr": 0.05, "previous_embedding": False}
 
 # Published models and workloads, as differences from the defaults.

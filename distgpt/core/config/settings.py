@@ -433,7 +433,10 @@ class TrainConfig:
         changeable=True,
     )
     patience: int = of_schedule(
-        0, "Stop after N consecutive evaluations without a lower validation loss. 0: off.", low=0
+        0,
+        "Stop after N consecutive evaluations without a lower validation loss. 0: off.",
+        low=0,
+        changeable=True,
     )
     val: str = of_data("", "Validation data, in any format that --data accepts.", changeable=True)
     val_fraction: float = of_data(

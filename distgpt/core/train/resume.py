@@ -136,6 +136,8 @@ def is_finished(
     if t.epochs and ("epochs" in changes or "data" in changes):  # the steps depend on the examples
         return False
     is_done = is_over(state.seconds, t) if t.train_minutes else state.step == t.steps
+    if t.patience and not any(name in changes for name in ("patience", "steps", "epochs")):
+        is_done = True  # --patience may have ended it at any step
     return is_done and directory.finished_at() == state.step
 
 

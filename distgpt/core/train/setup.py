@@ -358,7 +358,9 @@ def read_texts(
     rows = math.ceil(t.epochs * batches.windows_per_epoch)
     if rows:
         config = config.with_values({"steps": max(1, -(-rows // t.batch_size))})
-    if t.patience and corpus.val is not None and not t.eval_every:
+    if t.patience and corpus.val is None:
+        raise collective_error(UsageError("--patience requires validation data: --val or --val-fraction"))
+    if t.patience and not t.eval_every:
         config = config.with_values({"eval_every": max(1, config.train.steps // EVALUATIONS)})
     return Texts(config, corpus, batches)
 

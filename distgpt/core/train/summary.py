@@ -27,7 +27,8 @@ def write_at_end(
         return
     host = gather(run.comm, peak_memory())
     gpu = gather(run.comm, run.stage.taken_memory())
-    is_whole = run.settings.train_minutes or run.progress.step >= run.settings.steps
+    t = run.settings
+    is_whole = t.train_minutes or t.patience or run.progress.step >= t.steps
     result = _found(run, "finished" if is_whole else "ended early") | {
         "peak_memory": host,
         "peak_gpu_memory": gpu if any(gpu) else None,

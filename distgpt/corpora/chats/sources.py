@@ -95,8 +95,13 @@ def _list(source: Input) -> Iterator[tuple[str, Any]]:
         at = _next(text, end)
         if text[at : at + 1] == ",":
             at = _next(text, at + 1)
-        elif text[at : at + 1] != "]":
-            raise DataError(f"{where}: not followed by a comma or the end of the list")
+            is_over = text[at : at + 1] == "]"
+        else:
+            is_over = text[at : at + 1] != "]"
+        if is_over:
+            raise DataError(f"{where}: must be followed by a comma and an item, or by the end of the list")
+    if _next(text, at + 1) < len(text):
+        raise DataError(f"{source.path}: text follows the list")
 
 
 def _next(text: str, at: int) -> int:
@@ -112,14 +117,16 @@ def _table(source: Input) -> Iterator[tuple[str, Any]]:
     first = text.partition("\n")[0]
     mark = "\t" if is_tsv else ";" if first.count(";") > first.count(",") else ","
     csv.field_size_limit(LARGEST_JSON)
-    table = csv.DictReader(io.StringIO(text, newline=""), delimiter=mark, strict=True)
+    lines = io.StringIO(text, newline="")
+    table = csv.DictReader(lines, delimiter=mark, skipinitialspace=True, strict=not is_tsv)
     try:
+        table.fieldnames = columns = [name.strip() for name in table.fieldnames or ()]
+        if len({*columns}) < len(columns):
+            raise DataError(f"{source.path}: two columns have the same name")
         for row in table:
             where = f"{source.path}, line {table.line_num}"
             if None in row or None in row.values():
-                raise DataError(
-                    f"{where}: must have an entry for each of {len(table.fieldnames or ())} columns"
-                )
+                raise DataError(f"{where}: must have an entry for each of {len(columns)} columns")
             yield where, {name: entry.strip() for name, entry in row.items()}
     except csv.Error as error:
         raise DataError(f"{source.path}, line {table.reader.line_num}: {escape(str(error))}") from None

@@ -249,7 +249,7 @@ def test_outcome_compares_with_expected_loss():
             bits_per_byte=lambda loss: loss,
             report=SimpleNamespace(bits_per_byte=lambda loss: loss),
         )
-        return outcome(expected, run)
+        return outcome(expected, run)[1]
 
     assert said(0.0) == said(0.0, made=60, minutes=0.0) == said(2.0, reached=None) == ""
     assert "other programs" in said(0.0, made=60) and "60 " in said(0.0, made=60)
