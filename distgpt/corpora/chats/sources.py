@@ -93,12 +93,9 @@ def _list(source: Input) -> Iterator[tuple[str, Any]]:
             raise DataError(f"{where}: not JSON: {error}") from None
         yield where, _parsed(text[at:end], where)
         at = _next(text, end)
-        if text[at : at + 1] == ",":
-            at = _next(text, at + 1)
-            is_over = text[at : at + 1] == "]"
-        else:
-            is_over = text[at : at + 1] != "]"
-        if is_over:
+        has_comma = text[at : at + 1] == ","
+        at = _next(text, at + has_comma)
+        if has_comma == (text[at : at + 1] == "]"):
             raise DataError(f"{where}: must be followed by a comma and an item, or by the end of the list")
     if _next(text, at + 1) < len(text):
         raise DataError(f"{source.path}: text follows the list")
