@@ -1,4 +1,4 @@
-"""bfloat16 in plain NumPy. NumPy has no bfloat16, so arrays of uint16 hold its bits."""
+"""bfloat16, of which NumPy has only the bits, as uint16, and GGUF's blocks of integers, in plain NumPy."""
 
 from __future__ import annotations
 
@@ -7,6 +7,11 @@ import numpy as np
 from distgpt.core.ops.api import Array
 
 BITS = np.dtype(np.uint16)
+BLOCK = 32  # elements that share a scale d; in Q4_0, the first 16 are in the lower halves of its bytes
+BLOCKS = {
+    "Q8_0": np.dtype([("d", "<f2"), ("q", "i1", BLOCK)]),
+    "Q4_0": np.dtype([("d", "<f2"), ("q", "u1", BLOCK // 2)]),
+}
 
 
 def to_bfloat16(values: Array) -> Array:
@@ -19,3 +24,13 @@ def to_bfloat16(values: Array) -> Array:
 
 def from_bfloat16(bits: Array) -> Array:
     return (np.asarray(bits, np.uint32) << 16).view(np.float32)
+
+
+def from_blocks(blocks: Array) -> Array:
+    """Return the float32 elements of blocks, flattened."""
+    q = blocks["q"]
+    if q.dtype == np.uint8:
+        q = np.concatenate([q & 15, q >> 4], axis=-1).view(np.int8) - np.int8(8)
+    with np.errstate(all="ignore"):  # readers check for values that are not finite
+        result: Array = (q * blocks["d"].astype(np.float32)[..., None]).reshape(-1)
+    return result

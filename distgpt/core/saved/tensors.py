@@ -1,6 +1,7 @@
 """Tensors on disk: strict and durable safetensors files, with checksums in the metadata.
 
-`data_sha256` covers the data. `header_sha256` covers the header and all metadata except itself.
+`data_sha256` covers the data. `header_sha256` covers the header and all metadata except itself. Weights from
+a GGUF file stay in its blocks if these are Q8_0 or Q4_0, which other readers of safetensors do not support.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from dataclasses import dataclass
 from io import BufferedReader
 from math import prod
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,12 +22,13 @@ from numpy.typing import NDArray
 from distgpt.core.base.checked import Must, checked, parse_json
 from distgpt.core.base.errors import DataError
 from distgpt.core.base.files import Direct, atomic_file, open_regular, storage_errors
+from distgpt.core.ops.low_precision import BLOCK, BLOCKS, from_blocks
 
 HostArray = NDArray[np.generic]  # any dtype, in host memory
 Tensors = Mapping[str, HostArray]
 Kind = tuple[np.dtype[np.generic], tuple[int, ...]]
 
-DTYPES = {"F64": "<f8", "F32": "<f4", "F16": "<f2", "BF16": "<u2"}  # bfloat16 as bits, which NumPy lacks
+DTYPES: dict[str, Any] = {"F64": "<f8", "F32": "<f4", "F16": "<f2", "BF16": "<u2", **BLOCKS}  # BF16 as bits
 _STORED = DTYPES | {"I8": "<i1", "U8": "<u1"}  # integers are read only if expected (rounded.py)
 _NAMES = {np.dtype(stored): name for name, stored in _STORED.items()}
 _OTHERS = {"BOOL": 1, "I16": 2, "I32": 4, "I64": 8}  # bytes per element; described, but never read
@@ -90,13 +92,14 @@ def write_tensors(path: Path, tensors: Tensors, metadata: Mapping[str, str]) -> 
     """
     kinds = _kinds(tensors)
     # Large elements first, as in the official writer, so that each tensor is aligned to its element size.
-    order = sorted(kinds, key=lambda name: (-kinds[name][0].itemsize, name))
+    order = sorted(kinds, key=lambda name: (-kinds[name][0].alignment, name))
     header: dict[str, object] = {}
     end = 0
     for name in order:
         dtype, shape = kinds[name]
         start, end = end, end + prod(shape) * dtype.itemsize
-        header[name] = {"dtype": _NAMES[dtype], "shape": shape, "data_offsets": (start, end)}
+        elements = (*shape[:-1], shape[-1] * BLOCK) if dtype in BLOCKS.values() else shape
+        header[name] = {"dtype": _NAMES[dtype], "shape": elements, "data_offsets": (start, end)}
     checksum = hashlib.sha256()
     for piece in _pieces(tensors, order):
         checksum.update(piece)
@@ -145,7 +148,7 @@ def _pieces(tensors: Tensors, order: list[str]) -> Iterator[memoryview]:
     for name in order:
         array = tensors[name]
         flat = _flat(array)
-        yield from (flat[cut].data.cast("B") for cut in _cuts(array.size))
+        yield from (flat[cut].view(np.uint8).data for cut in _cuts(array.size))
 
 
 def read_header(path: Path) -> Header:
@@ -204,7 +207,7 @@ def read_rows(path: Path, header: Header, name: str, rows: HostArray, first: int
     Convert as `read_into` does, without verification; for that, call `verify_data` for the whole file.
     """
     entry = header.tensors[name]
-    width = prod(entry.shape[1:]) * np.dtype(_STORED[entry.dtype]).itemsize
+    width = _bytes(entry.dtype, entry.shape[1:])
     with storage_errors("read", path), open_regular(path) as file:
         file.seek(header.data_start + entry.start + first * width)
         _fill(rows, name, entry, file, path)
@@ -229,11 +232,14 @@ def _fill(array: HostArray, name: str, entry: Entry, file: BufferedReader, path:
     stored = np.dtype(_STORED[entry.dtype])
     direct = array.dtype == stored and array.flags.c_contiguous
     for cut in _cuts(array.size):
-        piece = flat[cut] if direct else np.empty(cut.stop - cut.start, stored)
-        if file.readinto(piece.data) != piece.nbytes:
+        count = cut.stop - cut.start
+        piece = flat[cut] if direct else np.empty(count // BLOCK if entry.dtype in BLOCKS else count, stored)
+        if file.readinto(piece.view(np.uint8).data) != piece.nbytes:
             raise DataError(f"{path} was truncated while being read")
         if entry.dtype == "BF16" and not direct:  # the upper half of a float32
             flat[cut] = (piece.astype("<u4") << 16).view("<f4")
+        elif entry.dtype in BLOCKS and not direct:
+            flat[cut] = from_blocks(piece)
         elif not direct:
             with np.errstate(over="ignore"):
                 flat[cut] = piece
@@ -325,6 +331,12 @@ def _entry(name: str, described: object) -> Entry:
     dtype, shape, offsets = result.dtype, result.shape, result.data_offsets
     if dtype not in _WIDTHS:
         raise ValueError(f"{tensor} has dtype {dtype!r:.40}, not one of {', '.join(_WIDTHS)}")
-    if len(offsets) != 2 or offsets[1] - offsets[0] != prod(shape) * _WIDTHS[dtype]:
+    if dtype in BLOCKS and (not shape or shape[-1] % BLOCK):
+        raise ValueError(f"{tensor} of shape {shape!r:.80} is not in whole blocks")
+    if len(offsets) != 2 or offsets[1] - offsets[0] != _bytes(dtype, shape):
         raise ValueError(f"{tensor} of shape {shape!r:.80} does not fill bytes {offsets!r:.80}")
     return Entry(dtype, shape, *offsets)
+
+
+def _bytes(dtype: str, shape: tuple[int, ...]) -> int:
+    return prod(shape) // (BLOCK if dtype in BLOCKS else 1) * int(_WIDTHS[dtype])

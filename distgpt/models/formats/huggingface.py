@@ -47,6 +47,7 @@ from distgpt.core.saved.modelfile import ORIGIN, Description, read_description
 from distgpt.core.saved.tensors import (
     Entry,
     Header,
+    Kind,
     LazyTensors,
     read_header,
     read_rows,
@@ -99,6 +100,10 @@ class Foreign:
     def dtype(self) -> str:
         """The narrowest of our types that represents every element exactly."""
         return "<f8" if "F64" in {self._entry(name).dtype for name in self._tensors} else "<f4"
+
+    def stored(self, mappings: list[TensorMapping], shape: tuple[int, ...]) -> Kind:
+        """Return the type and shape to store a tensor in."""
+        return np.dtype(self.dtype), shape
 
     def verify(self) -> None:
         for file, header in self.headers.items():
@@ -272,18 +277,19 @@ def refuse_directory(out: Path) -> None:
 
 
 def _write_weights(out: Path, foreign: Any, metadata: dict[str, str]) -> None:
-    dtype = np.dtype(foreign.dtype)
-    kinds = {spec.name: (dtype, spec.shape) for spec in Architecture(foreign.config).layout.specs}
     sources: dict[str, list[TensorMapping]] = defaultdict(list)
     for mapping in foreign.family.all_mappings(foreign.config):
         sources[mapping.ours].append(mapping)
+    specs = Architecture(foreign.config).layout.specs
+    kinds = {spec.name: foreign.stored(sources[spec.name], spec.shape) for spec in specs}
 
     def make(name: str) -> NDArray[Any]:
         """Rows without a tensor, the padding of the vocabulary, stay zero."""
-        array = np.zeros(kinds[name][1], dtype)
+        dtype, shape = kinds[name]
+        array = np.zeros(shape, dtype)
         for mapping in sources[name]:
             foreign.read(mapping, array[mapping.first : mapping.first + mapping.rows])
-        refuse_nonfinite(array, name, foreign.path)
+        refuse_nonfinite(array["d"] if dtype.names else array, name, foreign.path)
         return array
 
     write_tensors(out, LazyTensors(kinds, make), metadata)

@@ -21,7 +21,7 @@ import numpy as np
 
 from distgpt.core.base.errors import DataError
 from distgpt.core.base.files import Direct, atomic_file, open_regular, storage_errors
-from distgpt.core.ops.low_precision import from_bfloat16
+from distgpt.core.ops.low_precision import BLOCK, BLOCKS, from_bfloat16, from_blocks
 
 Array = Any  # a NumPy array, possibly structured
 
@@ -59,14 +59,14 @@ def _bits(packed: Array) -> Array:
 
 
 def _of_32(block: Array) -> Array:
-    """Restore Q4_0, Q4_1, Q5_0 or Q5_1: 4 or 5 bits, centered or from a minimum."""
+    """Restore Q4_1, Q5_0 or Q5_1: 4 or 5 bits, centered or from a minimum."""
     q = _nibbles(block["q"], 16).reshape(-1, 32)
     names = block.dtype.names or ()
     if "high" in names:
         q = q | np.unpackbits(block["high"], axis=1, bitorder="little") << 4
     if "m" in names:
         return q * _half(block) + _half(block, "m")
-    return (q.astype(np.float32) - (16 if "high" in names else 8)) * _half(block)
+    return (q.astype(np.float32) - 16) * _half(block)
 
 
 def _q2_k(block: Array) -> Array:
@@ -111,11 +111,11 @@ TYPES = {
     0: _type("F32", 1, [("x", "<f4")], lambda block: block["x"][:, None]),
     1: _type("F16", 1, [("x", "<f2")], lambda block: block["x"].astype(np.float32)[:, None]),
     30: _type("BF16", 1, [("x", "<u2")], lambda block: from_bfloat16(block["x"])[:, None]),
-    2: _type("Q4_0", 32, [_D, ("q", "u1", 16)], _of_32),
+    2: Type("Q4_0", BLOCK, BLOCKS["Q4_0"], from_blocks),
     3: _type("Q4_1", 32, [_D, _M, ("q", "u1", 16)], _of_32),
     6: _type("Q5_0", 32, [_D, ("high", "u1", 4), ("q", "u1", 16)], _of_32),
     7: _type("Q5_1", 32, [_D, _M, ("high", "u1", 4), ("q", "u1", 16)], _of_32),
-    8: _type("Q8_0", 32, [_D, ("q", "i1", 32)], lambda block: block["q"] * _half(block)),
+    8: Type("Q8_0", BLOCK, BLOCKS["Q8_0"], from_blocks),
     10: _type("Q2_K", 256, [("scales", "u1", 16), ("q", "u1", 64), _D, _M], _q2_k),
     11: _type("Q3_K", 256, [("high", "u1", 32), ("q", "u1", 64), _SIX, _D], _q3_k),
     12: _type("Q4_K", 256, [_D, _M, _SIX, ("q", "u1", 128)], _q45_k),
@@ -190,8 +190,8 @@ class Container:
     metadata: dict[str, Any]
     tensors: dict[str, Entry]
 
-    def rows(self, name: str) -> Iterator[tuple[int, Array]]:
-        """Yield (number of the first row, rows in float32), some rows at a time."""
+    def rows(self, name: str, in_blocks: bool = False) -> Iterator[tuple[int, Array]]:
+        """Yield (number of the first row, rows in float32 or as stored), some rows at a time."""
         entry = self.tensors[name]
         width = entry.shape[-1]
         rows, step = prod(entry.shape) // width, max(1, _PIECE // width)
@@ -202,7 +202,7 @@ class Container:
                 blocks = np.empty(count * width // entry.kind.size, entry.kind.block)
                 if file.readinto(blocks.view(np.uint8).data) != blocks.nbytes:
                     raise DataError(f"{self.path} was truncated while being read")
-                yield first, restored(entry.kind, blocks).reshape(count, width)
+                yield first, (blocks if in_blocks else restored(entry.kind, blocks)).reshape(count, -1)
 
 
 def is_gguf(path: Path) -> bool:

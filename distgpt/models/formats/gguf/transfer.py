@@ -20,9 +20,11 @@ from distgpt.core.base.formatting import count
 from distgpt.core.config import ModelConfig
 from distgpt.core.data.tokenizers import Tokenizer
 from distgpt.core.model.layers import rope_frequencies
+from distgpt.core.ops.low_precision import BLOCK, BLOCKS
 from distgpt.core.saved.checkpoint import WEIGHTS
 from distgpt.core.saved.modelfile import read_description
 from distgpt.core.saved.rundir import RunDirectory
+from distgpt.core.saved.tensors import Kind
 from distgpt.core.saved.weights import find_weights, verified
 from distgpt.models.adapters import adapters_by_matrix, read_adapter
 from distgpt.models.formats.families import FAMILIES, Family, Settings, TensorMapping, family_for, recognised
@@ -247,14 +249,21 @@ class GgufModel:
             if (result := tensors[name].shape) != expected[name]:
                 raise DataError(f"{path}: {name} must have the shape {expected[name]}, not {result!r:.80}")
 
+    def stored(self, mappings: list[TensorMapping], shape: tuple[int, ...]) -> Kind:
+        """Keep Q8_0 and Q4_0 as they are, unless one of our tensors combines different types."""
+        kinds = {self.container.tensors[named(mapping)].kind.name for mapping in mappings}
+        if len(kinds) == 1 and (block := BLOCKS.get(kinds.pop())):
+            return block, (*shape[:-1], shape[-1] // BLOCK)
+        return np.dtype(self.dtype), shape
+
     def verify(self) -> None:
         """Do nothing, because GGUF has no checksums."""
 
     def read(self, mapping: TensorMapping, out: NDArray[Any]) -> None:
         """Fill our rows that correspond to this tensor."""
         order = order_of(mapping, self.family, self.config)
-        rows = out.reshape(-1, mapping.our_shape[-1])
-        for first, strip in self.container.rows(named(mapping)):
+        rows = out.reshape(-1, out.shape[-1])
+        for first, strip in self.container.rows(named(mapping), bool(out.dtype.names)):
             place = slice(first, first + len(strip))
             rows[place if order is None else order[place]] = strip
 
