@@ -11,18 +11,20 @@ from pathlib import Path
 import click
 import numpy as np
 
-from distgpt.core.base.errors import DistgptError, Say, escape, escape_model_text
+from distgpt.core.base.errors import DistgptError, Say, UsageError, escape, escape_model_text
 from distgpt.core.base.files import atomic_file
-from distgpt.core.base.formatting import count, duration, long_duration
+from distgpt.core.base.formatting import count, duration, long_duration, size
 from distgpt.core.comm.agree import on_root
 from distgpt.core.comm.api import SerialComm
 from distgpt.core.comm.job import shown_on_terminal
+from distgpt.core.comm.resources import granted_memory
 from distgpt.core.components import components
 from distgpt.core.cpu.stages import Stage
 from distgpt.core.data.tokenizers import AUTO, Ids, Tokenizer
 from distgpt.core.generate.engine import Engine, complete
 from distgpt.core.generate.engine_setup import slots_for
 from distgpt.core.generate.request import Request
+from distgpt.core.model.model import Architecture
 from distgpt.core.ops.api import IGNORE_INDEX, Array
 from distgpt.core.saved.modelfile import load_model, read_description
 from distgpt.core.train.plan import Plan
@@ -105,6 +107,7 @@ def compare(run: Run) -> None:
     if not questions:
         return
     directory, best = run.directory, run.checkpoints.best
+    run.step.release()  # the other models need memory
     try:
         answers = [
             _answers(run, path, [prompt for prompt, _ in questions])
@@ -175,7 +178,13 @@ def _answers(run: Run, path: Path, prompts: list[Ids]) -> list[str]:
     t, config = run.settings, run.model.config
     context = None if config.has_position_vectors else config.seq_len  # the base's may be much longer
     alone = replace(run.stage, comm=comm)  # the other ranks take no part
-    model, _ = load_model(path, alone.kernels(t.dtype, t.matmul_backend), comm, context, merge)
+    dtype = t.dtype
+    if t.is_base_small:
+        dtype = "int8"  # int4 would round small changes away
+        need, free = Architecture(config).layout.size, granted_memory().free
+        if 2 * need > free:  # packed, and while they are read
+            raise UsageError(f"{size(2 * need)} are required, and {size(free)} are free")
+    model, _ = load_model(path, alone.kernels(dtype, t.matmul_backend), comm, context, merge)
     usual = Request(max_new_tokens=LENGTH, ends=chat.ends, stop=chat.stops, overflow="stop")
     requests = [replace(usual, prompt=prompt.tolist()) for prompt in prompts]
     done = complete(Engine(slots_for(model, len(requests)), run.tokenizer), requests)

@@ -95,6 +95,7 @@ class Model:
     # Common factor of all gradients, for layers that compute with multiples of the trained tensors. The
     # output layer applies it, so it needs no extra pass.
     gradient_scale = 1.0
+    most_evaluated: int | None = None  # tokens per pass of an evaluation, if memory should stay small
     packing: object = None  # weights in the form of a faster decoder, while they are not trained
     master_part: FlatPart | None = None
     _flags = FLAG_COUNT
@@ -130,6 +131,10 @@ class Model:
         self.params = self.weights = FlatBuffer(self.layout, kernels.zeros)
         self.tensors: Tensors = {**given, **self.params}
         self._bind()
+
+    def logits(self, shape: tuple[int, int]) -> Array:
+        """Return memory for a pass's logits."""
+        return self.kernels.zeros(*shape)
 
     def prepare(self, layers: range) -> None:
         """Make the weights of one of `groups` ready. Here they always are."""

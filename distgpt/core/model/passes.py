@@ -184,7 +184,7 @@ class Pass:
     def expect_losses(self) -> None:
         """Make the memory for logits, which passes without gradients need only for losses."""
         if self._head is None:
-            logits = self.k.zeros(*self.logits_shape)
+            logits = self.model.logits(self.logits_shape)
             self._head = Head(self.model.head, logits, self.model.config.vocab_size)
 
     def losses(self, tokens: Ints1d, targets: Ints1d) -> Wide1d:

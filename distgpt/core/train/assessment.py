@@ -72,7 +72,8 @@ class Scorer:
         self.comm = comm
         self._signals = signals
         self._on_batch = on_batch
-        self._most = AT_A_TIME_QUEUED if model.kernels.capabilities.is_async else AT_A_TIME
+        usual = AT_A_TIME_QUEUED if model.kernels.capabilities.is_async else AT_A_TIME
+        self._most = model.most_evaluated or usual
         self.work: Pass | None = None  # a pass of the reserved batch shape
         self._recorded: dict[str, Work] = {}
 

@@ -29,6 +29,9 @@ from distgpt.core.train.step import Step
 
 SPARE = 0.95  # the usable share of free memory; the system needs the rest
 TOKENS, TOKENS_QUEUED = 1 << 13, 1 << 16  # tokens per micro-batch and rank; more is not faster
+# Tokens per thread with a small base, whose runs should take little memory: at least as many as its matrices
+# need, since each micro-batch expands them.
+TOKENS_ABOVE_SMALL = 1 << 9
 LIBRARIES = 1 << 30  # bytes that a GPU's libraries need for workspaces and autotuning
 PROGRAM = 256 << 20  # bytes for compiled loops, their compiler and small buffers, on a CPU
 FRACTION = 0.25  # maximum share for these on a small GPU, machine or rank
@@ -234,6 +237,8 @@ def _candidates(
     if fixed := strategy.count or t.grad_accum:
         size = {fixed: size[fixed]}
     most = TOKENS_QUEUED if is_async else TOKENS
+    if t.is_base_small:
+        most = min(most, TOKENS_ABOVE_SMALL * kernels.threads)
     first = [n for n in size if most / 4 < size[n] <= most]
     if not first:  # if all are smaller, one micro-batch; otherwise the next larger size
         first = [max((n for n in size if size[n] > most), default=min(size))]

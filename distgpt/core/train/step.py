@@ -160,6 +160,11 @@ class Step:
                 )
             return self._update(number, rate, counted)
 
+    def release(self) -> None:
+        """Free the memory for activations. No further step may follow."""
+        self._recorded.clear()
+        del self._pass
+
     def restart_clock(self) -> None:
         """Exclude the time between two steps from this rank's time in the next one."""
         self._exchanged_at = None
