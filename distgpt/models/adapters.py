@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, fields
 from functools import partial
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -43,7 +44,9 @@ from distgpt.core.saved.tensors import (
     write_tensors,
 )
 from distgpt.core.saved.weights import SOURCE_SUM, find_weights, read_float, verified, weights_of
+from distgpt.core.train.assessment import AT_A_TIME
 from distgpt.core.train.interfaces import ModelKind
+from distgpt.core.train.memory import TOKENS_ABOVE_SMALL
 
 
 class Adapter(Part):
@@ -200,21 +203,33 @@ class AdaptedModel(Model):
     `frozen` has the model's own weights, which never change after loading.
     """
 
+    _logits: Array | None = None
+
     def __init__(self, run: RunConfig, kernels: Kernels) -> None:
         architecture, trained = adapted_architecture(run), adapter_layout(run)
         own = [spec for spec in architecture.layout.specs if spec.name not in trained.offsets]
-        self.held: Mapping[str, Any] = {}  # matrices of the layers in int8 or int4
+        self.held: dict[str, Any] = {}  # matrices in int8 or int4
         if run.train.is_base_small:
-            from distgpt.models.quantized.held import held_matrices
+            from distgpt.models.quantized.bits import bits_of
+            from distgpt.models.quantized.held import held_matrices, with_held
 
-            matrices = [spec for spec in own if spec.group == MATRIX]
-            self.held = held_matrices(matrices, run.train.lora_base, kernels)
+            kernels = with_held(kernels)
+            matrices = [spec for spec in own if bits_of(spec, run.train.lora_base)]
+            self.held.update(held_matrices(matrices, run.train.lora_base, kernels))
         self.frozen = FlatBuffer(Layout(spec for spec in own if spec.name not in self.held), kernels.zeros)
         made = _placed(adapters_in(architecture), {**self.frozen, **self.held}, kernels)
-        super().__init__(architecture, kernels, trained, {**self.frozen, **made})
+        super().__init__(architecture, kernels, trained, {**self.frozen, **self.held, **made})
         # One layer at a time, because each layer's merged matrices overwrite the previous layer's.
         self.groups = [range(i, i + 1) for i in range(self.config.n_layer)]
         self.gradient_scale = run.train.lora_scale
+        if self.held:
+            self.most_evaluated = min(AT_A_TIME, TOKENS_ABOVE_SMALL * kernels.threads)
+
+    def logits(self, shape: tuple[int, int]) -> Array:
+        """Share the memory between passes, which run one at a time."""
+        if self._logits is None or self._logits.size < prod(shape):
+            self._logits = self.kernels.zeros(*shape)
+        return self._logits.reshape(-1)[: prod(shape)].reshape(shape)
 
     def prepare(self, layers: range) -> None:
         for i in layers:
@@ -411,7 +426,8 @@ class AdapterKind(ModelKind):
             if comm.rank == 0:
                 model.kernels.put(model.frozen[spec.name], host)
         comm.broadcast(model.frozen.flat)
-        for spec in model.architecture.layout.specs:
+        # The largest first, while little else is in memory.
+        for spec in sorted(model.architecture.layout.specs, key=lambda spec: -spec.size):
             if spec.name in model.held:
                 from distgpt.models.quantized.held import load_held
 

@@ -7,14 +7,16 @@ import pytest
 from complaints import done
 from distgpt.core.comm.api import SerialComm
 from distgpt.core.cpu.kernels import Bfloat16Kernels, CpuKernels
-from distgpt.core.model.memory import MATRIX, Spec
-from distgpt.core.ops.low_precision import from_bfloat16
+from distgpt.core.model.memory import EMBEDDING, MATRIX, Spec
+from distgpt.core.ops.api import IGNORE_INDEX, Affine, Head
 from distgpt.core.saved.modelfile import read_description
 from distgpt.inference.quantized.integers import PLACES, restored
 from distgpt.inference.quantized.rounding import rounded
 from distgpt.models.adapters import ADAPTERS, AdaptedModel
 from distgpt.models.formats.gguf.transfer import export_gguf, import_gguf
-from distgpt.models.quantized.held import OURS, held_matrices
+from distgpt.models.quantized import held as held_module
+from distgpt.models.quantized.bits import bits_of
+from distgpt.models.quantized.held import OURS, held_matrices, with_held
 from distgpt.models.quantized.rounded import quantize
 from foreignmodels import random_model, shape, tensors_in
 from gguffiles import LLAMA
@@ -33,10 +35,10 @@ def expanded(path, base, kernels=None, **more):
     model, found = AdaptedModel(run, kernels), {}
     ADAPTERS.load_frozen(SerialComm(), model, run.train)
     for name, held in model.held.items():
-        found[name] = kernels.zeros(len(held.q), model.tensors[name].shape[1])
+        found[name] = kernels.zeros(len(held), held.columns)
         kernels.add_low_rank(found[name], held, None, None, 0.0)
-    specs = model.architecture.layout.specs
-    assert found.keys() == {spec.name for spec in specs if spec.group == MATRIX and ".lora_" not in spec.name}
+    specs = [spec for spec in model.architecture.layout.specs if bits_of(spec, base) and ".lora_" not in spec.name]
+    assert found.keys() == {spec.name for spec in specs} and "wte" in found
     return found
 
 
@@ -47,7 +49,8 @@ def test_base_is_rounded_once_or_not_at_all(base, bits, tmp_path):
     quantize(plain, own, base)
     for path, matrices in ((plain, "all"), (own, "q,up")):
         for name, found in expanded(path, base, lora_matrices=matrices).items():
-            np.testing.assert_array_equal(found, restored(rounded(arrays[name], bits, 1)), err_msg=name)
+            own = 8 if name in ("wte", "head.w") else bits
+            np.testing.assert_array_equal(found, restored(rounded(arrays[name], own, 1)), err_msg=name)
     random_model(plain, LLAMA)
     for dtype in ("q8_0", "q4_0"):
         file, back = tmp_path / f"{dtype}.gguf", tmp_path / f"{dtype}.safetensors"
@@ -65,9 +68,9 @@ def test_products_are_added_to_expanded_rows(kernels, base, columns):
     draw = np.random.default_rng(2)
     w, b, a = (draw.standard_normal(size) for size in ((90, columns), (90, 3), (3, columns)))
     x = rounded(w.astype(np.float32), 8 if base == "int8" else 4, 1)
-    held = held_matrices([Spec("m", w.shape)], base, kernels)["m"]
+    held = held_matrices([Spec("m", w.shape, MATRIX)], base, kernels)["m"]
     q, levels = (x.q, None) if base == "int8" else (PLACES[x.q.view(np.uint8)], OURS)
-    held.set(q, from_bfloat16(x.scales), levels)
+    held.set(q, x.scales, levels)
     low = [kernels.zeros(*each.shape) for each in (b, a)]
     for array, each in zip(low, (b, a), strict=True):
         kernels.put(array, each)
@@ -76,6 +79,33 @@ def test_products_are_added_to_expanded_rows(kernels, base, columns):
     wanted = restored(x)[20:80] + 0.5 * np.float64(kernels.to_host(low[0]))[20:80] @ kernels.to_host(low[1])
     tolerance = 2**-7 if isinstance(kernels, Bfloat16Kernels) else 1e-5
     assert np.abs(kernels.to_host(y) - wanted).max() < tolerance * np.abs(wanted).max()
+
+
+@pytest.mark.parametrize("kernels", [CpuKernels("float32", 2), CpuKernels("float64", 1), Bfloat16Kernels(2)])
+def test_held_embeddings_compute_as_expanded_ones(kernels, monkeypatch):
+    monkeypatch.setattr(held_module, "EXPANDED", 42 * kernels.dtype.itemsize * 100)  # 3 parts
+    draw = np.random.default_rng(3)
+    w = draw.standard_normal((300, 42)).astype(np.float32)
+    kernels = with_held(kernels)
+    held, plain = held_matrices([Spec("m", w.shape, EMBEDDING)], "int4", kernels)["m"], kernels.zeros(*w.shape)
+    x = rounded(w, 8, 1)
+    held.set(x.q, x.scales, None)
+    kernels.put(plain, restored(x))
+    tokens, targets = (kernels.integers(draw.integers(0, 260, 60)) for _ in range(2))
+    targets[7:20] = IGNORE_INDEX
+    results = []
+    for each in (held, plain):
+        rows, dx, losses = kernels.zeros(60, 42), kernels.zeros(60, 42), kernels.accum_zeros(60)
+        logits = kernels.zeros(1, 300)
+        kernels.embed(rows, tokens, each, None, 60, None)
+        head = Head(each, kernels.zeros(20, 300), 260)
+        kernels.linear_cross_entropy(losses, dx, None, rows, head, targets, 1.0, False)
+        kernels.linear(logits, rows[:1], Affine(each, None))
+        results.append([kernels.to_host(y) for y in (rows, dx, losses, logits)])
+    np.testing.assert_array_equal(results[0][0], results[1][0])
+    tolerance = 2**-7 if isinstance(kernels, Bfloat16Kernels) else 1e-5
+    for own, wanted in zip(*results, strict=True):
+        assert np.abs(own - wanted).max() < tolerance * np.abs(wanted).max()
 
 
 @pytest.mark.ci

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 from numba import types
 
-from distgpt.core.cpu.compiling.jit import FORCED, by_types, inline, jit
+from distgpt.core.cpu.compiling.jit import FORCED, by_types, inline, jit, put
 from distgpt.core.cpu.fused.flat import dithered
 
 BLOCK = 32  # columns that share a scale
@@ -13,28 +13,40 @@ HALF = BLOCK // 2
 
 
 @jit
-def add_to_bytes(first, last, y, q, scales, sums, scale):
+def add_to_bytes(first, last, y, q, scales, steps, sums, scale):
     """Rows first … last of y ← w + scale · sums, which also become these rows; row 0 is for row `first`."""
     for i in range(first, last):
         to = sums[i - first]
         for block in range(scales.shape[1]):
             left, right = block * BLOCK, min(block * BLOCK + BLOCK, y.shape[1])
-            _add_bytes(to[left:right], q[i, left:right], scales[i, block], sums.dtype.type(scale))
+            own = steps[scales[i, block]]
+            _add_bytes(to[left:right], q[i, left:right], own, sums.dtype.type(scale))
         _put_row(y[i], to, i * y.shape[1])
 
 
 @jit
-def add_to_nibbles(first, last, y, q, scales, levels, sums, scale):
+def add_to_nibbles(first, last, y, q, scales, steps, levels, sums, scale):
     """As `add_to_bytes`."""
     for i in range(first, last):
         to = sums[i - first]
         for block in range(scales.shape[1]):
             left, right = block * BLOCK, min(block * BLOCK + BLOCK, y.shape[1])
-            packed, own = q[i, block * HALF : block * HALF + HALF], scales[i, block]
+            packed, own = q[i, block * HALF : block * HALF + HALF], steps[scales[i, block]]
             middle = min(left + HALF, right)
             _add_nibbles(to[left:middle], packed, levels, 0, own, sums.dtype.type(scale))
             _add_nibbles(to[middle:right], packed, levels, 4, own, sums.dtype.type(scale))
         _put_row(y[i], to, i * y.shape[1])
+
+
+@jit
+def rows_of_bytes(first, last, y, q, scales, steps, tokens):
+    """Rows first … last of y ← rows of a matrix in int8."""
+    for i in range(first, last):
+        row, token = y[i], tokens[i]
+        for block in range(scales.shape[1]):
+            own = steps[scales[token, block]]
+            for j in range(block * BLOCK, min(block * BLOCK + BLOCK, y.shape[1])):
+                put(row, j, np.float32(q[token, j]) * own)
 
 
 @inline

@@ -26,7 +26,7 @@ from distgpt.core.ops.kernels import Kernels
 # replay runs them in Python.
 OF_LOOPS = frozenset(
     (
-        *("adamw", "add", "add_embedding", "add_low_rank", "add_norm", "attention", "attention_backward"),
+        *("adamw", "add", "add_embedding", "add_norm", "attention", "attention_backward"),
         *("embed", "embed_backward", "linear", "linear_act", "linear_backward", "linear_backward_act"),
         *("linear_backward_weights", "muon", "muon_momentum", "norm_backward", "norm_backward_weights"),
         *("orthogonalise", "qk_norm", "qk_norm_backward", "qk_norm_gain", "qk_norm_gain_backward", "rope"),

@@ -123,7 +123,8 @@ def linear(first, last, y, x, w, b):
         beta = 1.0
         _repeat(y[first:last], b)
     n = last - first
-    gemm(PLAIN, TRANSPOSED, n, outputs, inputs, x[first:], inputs, w, inputs, beta, y[first:], outputs)
+    width = y.strides[0] // y.itemsize
+    gemm(PLAIN, TRANSPOSED, n, outputs, inputs, x[first:], inputs, w, inputs, beta, y[first:], width)
 
 
 @inline
@@ -139,14 +140,13 @@ def _repeat(y, b):
 def linear_columns(first, last, y, x, w, b):
     """Columns first … last of y ← x wᵀ + b."""
     rows, inputs = x.shape
-    outputs = w.shape[0]
     beta = 0.0
     if b is not None:
         beta = 1.0
         _repeat(y[:, first:last], b[first:last])
     n = last - first
-    columns = y.reshape(-1)[first:]
-    gemm(PLAIN, TRANSPOSED, rows, n, inputs, x, inputs, w[first:], inputs, beta, columns, outputs)
+    width = y.strides[0] // y.itemsize
+    gemm(PLAIN, TRANSPOSED, rows, n, inputs, x, inputs, w[first:], inputs, beta, y[:, first:], width)
 
 
 @jit
