@@ -6,10 +6,15 @@ import numpy as np
 import pytest
 from complaints import done
 from distgpt.core.comm.api import SerialComm
+from distgpt.core.config import ModelConfig, RunConfig, TrainConfig
 from distgpt.core.cpu.kernels import Bfloat16Kernels, CpuKernels
 from distgpt.core.model.memory import EMBEDDING, MATRIX, Spec
 from distgpt.core.ops.api import IGNORE_INDEX, Affine, Head
 from distgpt.core.saved.modelfile import read_description
+from distgpt.core.saved.tensors import read_header
+from distgpt.core.train.assessment import Scorer
+from distgpt.core.train.memory import fitting, needed
+from distgpt.core.train.parallel_strategy import Strategy
 from distgpt.inference.quantized.integers import PLACES, restored
 from distgpt.inference.quantized.rounding import rounded
 from distgpt.models.adapters import ADAPTERS, AdaptedModel
@@ -49,14 +54,16 @@ def test_base_is_rounded_once_or_not_at_all(base, bits, tmp_path):
     quantize(plain, own, base)
     for path, matrices in ((plain, "all"), (own, "q,up")):
         for name, found in expanded(path, base, lora_matrices=matrices).items():
-            own = 8 if name in ("wte", "head.w") else bits
-            np.testing.assert_array_equal(found, restored(rounded(arrays[name], own, 1)), err_msg=name)
+            own_bits = 8 if name in ("wte", "head.w") else bits
+            np.testing.assert_array_equal(found, restored(rounded(arrays[name], own_bits, 1)), err_msg=name)
     random_model(plain, LLAMA)
     for dtype in ("q8_0", "q4_0"):
         file, back = tmp_path / f"{dtype}.gguf", tmp_path / f"{dtype}.safetensors"
         export_gguf(plain, file, dtype)
         import_gguf(file, back, None)
-        exact = tensors_in(back)
+        exact, types = tensors_in(back), {entry.dtype for entry in read_header(back).tensors.values()}
+        assert types == {"F32", "Q8_0", dtype.upper()}  # and the size of the .gguf
+        assert back.stat().st_size < 1.5 * file.stat().st_size
         if dtype == "q8_0" or bits == 4:
             for name, found in expanded(back, {"q8_0": "int8", "q4_0": "int4"}[dtype]).items():
                 np.testing.assert_array_equal(found, exact[name], err_msg=name)
@@ -106,6 +113,24 @@ def test_held_embeddings_compute_as_expanded_ones(kernels, monkeypatch):
     tolerance = 2**-7 if isinstance(kernels, Bfloat16Kernels) else 1e-5
     for own, wanted in zip(*results, strict=True):
         assert np.abs(own - wanted).max() < tolerance * np.abs(wanted).max()
+
+
+def test_small_bases_take_small_batches_and_share_logits():
+    config = ModelConfig(**{**LLAMA, "seq_len": 256, "vocab_size": 4096})
+    train = TrainConfig(lora_rank=2, batch_size=8, init="base.safetensors")
+    found = {}
+    for base in ("none", "int8", "int4"):
+        run, kernels = RunConfig(config, replace(train, lora_base=base)), CpuKernels("float32", 1)
+        settled, _ = fitting(run, kernels, Strategy(run.train, 1), 1 << 40, "here", True)
+        found[base] = needed(replace(run, train=settled), kernels, Strategy(run.train, 1), True)
+        assert (settled.grad_accum, settled.recompute) == (1 if base == "none" else 4, "mlp")
+    sizes = [[need.weights, need.activations, need.evaluation] for need in found.values()]
+    assert sizes[0] > sizes[1] > sizes[2] and found["int8"].activations < 0.3 * found["none"].activations
+    assert found["int8"].evaluation < 0.2 * found["none"].evaluation
+    model = AdaptedModel(replace(run, train=replace(run.train, lora_base="int8")), CpuKernels())
+    scorer = Scorer(model, SerialComm())
+    scorer.reserve(32, 1 << 31)
+    assert scorer.work.shape == (16, 32)
 
 
 @pytest.mark.ci
