@@ -87,8 +87,7 @@ class LazyTensors(Mapping[str, HostArray]):
 def write_tensors(path: Path, tensors: Tensors, metadata: Mapping[str, str]) -> str:
     """Write float or 8-bit integer arrays. Return the header's checksum, which covers everything.
 
-    Equal input gives equal bytes. Lazy tensors are created twice, because the header precedes the data and
-    has its checksum.
+    Equal input gives equal bytes. The header, which precedes the data, is written again with its checksum.
     """
     kinds = _kinds(tensors)
     # Large elements first, as in the official writer, so that each tensor is aligned to its element size.
@@ -100,18 +99,24 @@ def write_tensors(path: Path, tensors: Tensors, metadata: Mapping[str, str]) -> 
         start, end = end, end + prod(shape) * dtype.itemsize
         elements = (*shape[:-1], shape[-1] * BLOCK) if dtype in BLOCKS.values() else shape
         header[name] = {"dtype": _NAMES[dtype], "shape": elements, "data_offsets": (start, end)}
+
+    def front(data_sum: str) -> tuple[bytes, str]:
+        known = {**metadata, DATA_SUM: data_sum}
+        header_sum = _header_sum(header, known)
+        text = _as_text({**header, "__metadata__": {**known, HEADER_SUM: header_sum}})
+        text += b" " * (-len(text) % 8)
+        return len(text).to_bytes(8, "little") + text, header_sum
+
     checksum = hashlib.sha256()
-    for piece in _pieces(tensors, order):
-        checksum.update(piece)
-    known = {**metadata, DATA_SUM: checksum.hexdigest()}
-    header_sum = _header_sum(header, known)
-    header["__metadata__"] = {**known, HEADER_SUM: header_sum}
-    text = _as_text(header)
-    text += b" " * (-len(text) % 8)
-    with atomic_file(path) as file, Direct(file) as direct:
-        direct.write(len(text).to_bytes(8, "little") + text)
-        for piece in _pieces(tensors, order):
-            direct.write(piece)
+    with atomic_file(path) as file:
+        with Direct(file) as direct:
+            direct.write(front(checksum.hexdigest())[0])
+            for piece in _pieces(tensors, order):
+                checksum.update(piece)
+                direct.write(piece)
+        text, header_sum = front(checksum.hexdigest())
+        file.seek(0)
+        file.write(text)
     return header_sum
 
 

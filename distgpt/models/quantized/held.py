@@ -111,6 +111,8 @@ def held_matrices(specs: Sequence[Spec], base: str, kernels: Kernels) -> dict[st
         rows, blocks, is_int8 = spec.shape[0], -(-spec.shape[1] // BLOCK), bits_of(spec, base) == 8
 
         def new(columns: int, dtype: str, rows: int = rows) -> Array:
+            if isinstance(kernels, CpuKernels):  # takes memory as it is written
+                return np.zeros((rows, columns), dtype)
             return kernels.integers(np.broadcast_to(np.uint8(0), (rows, columns)), dtype)
 
         q = new(blocks * BLOCK, "int8") if is_int8 else new(blocks * BLOCK // 2, "uint8")
