@@ -130,14 +130,19 @@ def chatting_model(folder):
     write_family(folder / "hf", "llama3", **settings("llama3"))
 
 
-def in_gguf(family, dtype):
+def in_gguf(family, dtype, in_blocks=False):
     def make(folder):
         from gguffiles import tokenizer_like, with_tokenizer
 
         path = with_tokenizer(folder / "w.safetensors", tokenizer_like(family))
         run("weights", "export", path, "--out", folder / "m.gguf", "--dtype", dtype)
         path.unlink()
+        if in_blocks:
+            run("weights", "import", folder / "m.gguf", "--out", path)
 
+    if in_blocks:
+        read = "infer --weights {}/w.safetensors --max-new-tokens 3 --threads 1"
+        return Target(make, "w.safetensors", "weights info {}/w.safetensors --json", read)
     return Target(make, "m.gguf", "weights import {}/m.gguf --out {}/o.safetensors", "weights info {}/m.gguf --json")
 
 
@@ -291,6 +296,7 @@ TARGETS = {
     "gguf": in_gguf("qwen", "float32"),
     "gguf in four bits": in_gguf("llama3", "q4_0"),
     "gguf with pieces": in_gguf("tinyllama", "q8_0"),
+    "weights in blocks": in_gguf("llama3", "q4_0", in_blocks=True),
     "configuration": Target(
         config, "c.toml", *(f"estimate --config {{}}/c.toml --no-measure {more}" for more in ("", "--json"))
     ),

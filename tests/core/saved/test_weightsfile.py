@@ -19,7 +19,7 @@ from distgpt.core.base.files import bundled
 from distgpt.core.config import ModelConfig
 from distgpt.core.saved import tensors as weightsfile
 from distgpt.core.saved.modelfile import read_description
-from distgpt.core.saved.tensors import HEADER_SUM, read_header, read_into, write_tensors
+from distgpt.core.saved.tensors import HEADER_SUM, LazyTensors, read_header, read_into, verify_whole, write_tensors
 from distgpt.models.formats.huggingface import import_model
 from distgpt.show.weightspage import inspect, page
 from foreignmodels import SHAPES, change_json, exported, in_parts, random_model, tensors_in  # noqa: F401
@@ -191,6 +191,9 @@ BAD_HEADERS = {
     "same tensor twice": b'{"x":%s,"x":%s}' % ((json.dumps(entry()).encode(),) * 2),
     "metadata not text": {"__metadata__": {"a": 1}, "x": entry()},
     "unknown dtype": {"x": entry("F8")},
+    "no whole block": {"x": entry("Q8_0")},
+    "a block without a dimension": {"x": entry("Q4_0", shape=())},
+    "block not for offsets": {"x": entry("Q8_0", shape=(32,))},
     "entry incomplete": {"x": {"dtype": "F32", "shape": [2]}},
     "negative shape": {"x": entry(shape=(-2,))},
     "shape overflows": {"x": entry(shape=(BIG, 4, 2))},
@@ -214,6 +217,19 @@ def test_invalid_headers_are_rejected(path, name):
     assert refused(path, {"x": np.ones(2, np.float32)})
     raw_file(path, {"x": entry()}, bytes(8))
     assert not refused(path, {"x": np.ones(2, np.float32)})
+
+
+def test_lazy_tensors_are_made_once(path):
+    made = []
+
+    def make(name):
+        made.append(name)
+        return np.full((2, 3), len(name), np.float32)
+
+    write_tensors(path, LazyTensors(dict.fromkeys(("a", "bb"), (np.dtype(np.float32), (2, 3))), make), {"k": "v"})
+    eager = write_tensors(path.with_suffix(".eager"), {"bb": make("bb"), "a": make("a")}, {"k": "v"})
+    assert made == ["a", "bb", "bb", "a"] and path.read_bytes() == path.with_suffix(".eager").read_bytes()
+    verify_whole(path, eager)
 
 
 def test_invalid_header_lengths_are_rejected(path):
