@@ -36,7 +36,7 @@ OURS, OF_GGUF = np.array(LEVELS, np.float32), np.arange(-8, 8, dtype=np.float32)
 _EVERY = np.arange(1 << 16, dtype=np.uint16)
 STEPS = from_bfloat16(_EVERY), _EVERY.view(np.float16).astype(np.float32)  # the scales, by their bits
 STRIP = 4096  # rows read at a time
-EXPANDED = 8 << 20  # bytes of the output layer expanded at a time
+EXPANDED = 16 << 20  # bytes of the output layer expanded at a time
 
 
 @dataclass(frozen=True, slots=True)
