@@ -267,7 +267,7 @@ class AllComponents(Components):
         if t.patience:
             from distgpt.callbacks.attach import PatientBudget
 
-            return PatientBudget(last, t, pace.progress)
+            return PatientBudget(last, t.patience)
         return super().budget(t, last, times, pace, model, validation)
 
     def disk(

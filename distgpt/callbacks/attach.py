@@ -18,7 +18,7 @@ from distgpt.core.base.interrupts import Interrupted
 from distgpt.core.config import TrainConfig
 from distgpt.core.model.model import Model
 from distgpt.core.train.interfaces import KEPT, Budget, Callback, Times
-from distgpt.core.train.progress import Finished, Pace, Progress
+from distgpt.core.train.progress import Finished, Pace
 from distgpt.core.train.run import Limits, Run
 
 if TYPE_CHECKING:
@@ -102,13 +102,9 @@ class Deadline:
 class PatientBudget(Budget):
     """Ends the run after `patience` evaluations without a lower loss. All ranks have the same losses."""
 
-    def __init__(self, last: int, t: TrainConfig, progress: Progress) -> None:
-        """Also count the evaluations since the best one before a resume."""
+    def __init__(self, last: int, patience: int) -> None:
         super().__init__(last)
-        self._patience, self._best, self._since = t.patience, math.inf, 0
-        if best := progress.best:
-            evaluated = progress.step - progress.evaluation_pending
-            self._best, self._since = best.loss, max(0, evaluated - (best.step or 0)) // t.eval_every
+        self._patience, self._best, self._since = patience, math.inf, 0
 
     def after_evaluation(self, step: int, val_loss: float) -> str:
         self._since = 0 if val_loss < self._best else self._since + 1

@@ -11,12 +11,11 @@ from types import SimpleNamespace
 
 import pytest
 from distgpt.callbacks import watchdog
-from distgpt.callbacks.attach import PatientBudget, Stragglers
+from distgpt.callbacks.attach import Stragglers
 from distgpt.callbacks.watchdog import Reports, Watchdog
 from distgpt.core.comm.api import SerialComm
-from distgpt.core.config import TrainConfig
-from distgpt.core.saved.checkpoint import Best, State, newest_step
-from distgpt.core.train.progress import COMPUTING, Activity, Progress
+from distgpt.core.saved.checkpoint import newest_step
+from distgpt.core.train.progress import COMPUTING, Activity
 from distgpt.core.train.run import Limits
 from distgpt.core.train.step import Step
 from stopping import of_job
@@ -198,14 +197,3 @@ def test_signal_ends_stuck_job(tmp_path):
     assert job.returncode == 143 and "distgpt: ended by SIGTERM" in errors
     wait_for(lambda: gone(ranks))
     assert newest_step(out / "checkpoints") == max(metrics(out))
-
-
-def test_patience_counts_evaluations_before_a_resume():
-    t, progress = TrainConfig(eval_every=10, patience=3), Progress()
-    fresh = PatientBudget(100, t, progress)
-    assert [fresh.after_evaluation(step, 2.0) for step in (10, 20, 30)] == [""] * 3 and fresh.after_evaluation(40, 2.0)
-    progress.load(State(step=34, best=Best(1.5, 7, 10), evaluation_pending=True))
-    resumed = PatientBudget(100, t, progress)
-    assert "in 3 evaluations; step 41" in resumed.after_evaluation(40, 1.6) and resumed.last == 41
-    better = PatientBudget(100, t, progress)
-    assert better.after_evaluation(40, 1.4) == "" and better.after_evaluation(50, 1.4) == ""

@@ -12,7 +12,7 @@ from typing import NamedTuple
 from distgpt.core.comm.agree import on_root
 from distgpt.core.comm.api import Comm
 from distgpt.core.config import TrainConfig
-from distgpt.core.saved.checkpoint import MOST_RECENT, Best, State
+from distgpt.core.saved.checkpoint import MOST_RECENT, State
 
 RECENT = 100  # steps in the average duration
 STARTING, COMPUTING, EXCHANGING, UPDATING = "starting", "computing", "in the exchange", "updating"
@@ -60,13 +60,12 @@ class Progress:
     bad_steps: int = 0
     recent: deque[tuple[float, float]] = field(default_factory=lambda: deque(maxlen=MOST_RECENT))
     seconds: list[float] = field(default_factory=list)  # duration of each step of this process
-    best: Best | None = None  # best evaluation before this process
 
     def load(self, state: State) -> None:
         """Continue from a checkpoint. Bad steps counted since then stay counted."""
         self.step = state.step
         self.evaluation_pending = state.evaluation_pending
-        self.skipped, self.best = state.skipped, state.best
+        self.skipped = state.skipped
         self.bad_steps = max(self.bad_steps, state.bad_steps)
         self.recent.clear()
         self.recent.extend(state.recent)
