@@ -44,9 +44,9 @@ from distgpt.core.saved.tensors import (
     write_tensors,
 )
 from distgpt.core.saved.weights import SOURCE_SUM, find_weights, read_float, verified, weights_of
-from distgpt.core.train.assessment import AT_A_TIME
 from distgpt.core.train.interfaces import ModelKind
-from distgpt.core.train.memory import TOKENS_ABOVE_SMALL
+
+EVALUATED_ABOVE_SMALL = 1 << 9  # tokens per pass; the same for all ranks, which may have unlike threads
 
 
 class Adapter(Part):
@@ -223,7 +223,7 @@ class AdaptedModel(Model):
         self.groups = [range(i, i + 1) for i in range(self.config.n_layer)]
         self.gradient_scale = run.train.lora_scale
         if self.held:
-            self.most_evaluated = min(AT_A_TIME, TOKENS_ABOVE_SMALL * kernels.threads)
+            self.most_evaluated = EVALUATED_ABOVE_SMALL
 
     def logits(self, shape: tuple[int, int]) -> Array:
         """Share the memory between passes, which run one at a time."""

@@ -274,8 +274,8 @@ class TrainConfig:
     )
     lora_base: str = of_model(
         "none",
-        "With --lora-rank: keep the frozen matrices of the layers in int8 or int4 in memory (CPUs). none: in"
-        " --dtype.",
+        "With --lora-rank: keep the layers' frozen matrices in int8 or int4 in memory, and embeddings and the"
+        " output layer in int8 (CPUs). none: in --dtype.",
         choices=("none", *QUANTIZED_DTYPES),
         flag="--base",
     )

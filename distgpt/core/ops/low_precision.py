@@ -26,11 +26,16 @@ def from_bfloat16(bits: Array) -> Array:
     return (np.asarray(bits, np.uint32) << 16).view(np.float32)
 
 
+def nibbles(q: Array) -> Array:
+    """Return the integers in Q4_0's bytes."""
+    return np.concatenate([q & 15, q >> 4], axis=-1).view(np.int8) - np.int8(8)
+
+
 def from_blocks(blocks: Array) -> Array:
     """Return the float32 elements of blocks, flattened."""
     q = blocks["q"]
     if q.dtype == np.uint8:
-        q = np.concatenate([q & 15, q >> 4], axis=-1).view(np.int8) - np.int8(8)
+        q = nibbles(q)
     with np.errstate(all="ignore"):  # readers check for values that are not finite
         result: Array = (q * blocks["d"].astype(np.float32)[..., None]).reshape(-1)
     return result

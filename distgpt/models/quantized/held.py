@@ -25,7 +25,7 @@ from distgpt.core.cpu.pool import ROWS
 from distgpt.core.model.memory import Spec
 from distgpt.core.ops.api import PIECE, Array
 from distgpt.core.ops.kernels import Kernels
-from distgpt.core.ops.low_precision import BITS, BLOCKS, from_bfloat16
+from distgpt.core.ops.low_precision import BITS, BLOCKS, from_bfloat16, nibbles
 from distgpt.core.saved.tensors import Header, read_rows
 from distgpt.inference.quantized.expand import BLOCK, add_to_bytes, add_to_nibbles, rows_of_bytes
 from distgpt.inference.quantized.integers import LEVELS, PLACES
@@ -51,6 +51,10 @@ class Held:
 
     def __len__(self) -> int:
         return len(self.q)
+
+    @property
+    def size(self) -> int:
+        return len(self.q) * self.columns
 
     def __getitem__(self, rows: slice) -> Held:
         return Held(self.q[rows], self.scales[rows], self.is_half, self.levels, self.columns)
@@ -80,9 +84,9 @@ class Held:
         self.levels[...] = levels
 
     def read(self, path: Path, header: Header, spec: Spec, threads: int) -> None:
-        """Read a matrix, exactly if it is in Q8_0 or Q4_0, otherwise rounded if needed."""
-        bits, kind = (8, "Q8_0") if self.levels is None else (4, "Q4_0")
-        if header.tensors[spec.name].dtype != kind:
+        """Read a matrix, exactly if these bits can hold its blocks, otherwise rounded if needed."""
+        bits, kind = 8 if self.levels is None else 4, header.tensors[spec.name].dtype
+        if kind not in BLOCKS or (kind == "Q8_0" and bits == 4):
             x = read_parameter(path, header, spec, bits, threads)
             self.set(x.q if bits == 8 else PLACES[x.q.view(np.uint8)], x.scales, None if bits == 8 else OURS)
             return
@@ -96,7 +100,8 @@ class Held:
             if not np.isfinite(blocks["d"]).all():
                 raise DataError(f"{path} has weights that are not finite")
             part.scales[...] = blocks["d"].view(BITS)
-            part.q[...] = blocks["q"].reshape(part.q.shape)
+            q = nibbles(blocks["q"]) if bits == 8 and kind == "Q4_0" else blocks["q"]
+            part.q[...] = q.reshape(part.q.shape)
 
     def broadcast(self, comm: Comm) -> None:
         for array in (self.q, self.scales, self.is_half, self.levels):

@@ -66,6 +66,7 @@ _HEADS = {"n_kv_head": "attention.head_count_kv", "head_dim": "attention.key_len
 _EPS = {"norm_eps": "attention.layer_norm_epsilon"}
 _RMS_EPS = {"norm_eps": "attention.layer_norm_rms_epsilon"}
 _MOST_FACTORS = 1 << 12
+LAYOUT = 2  # of imported files in the cache: 2 keeps blocks
 _OLD_CONTEXT = "rope.scaling.original_context_length"
 # distgpt's keys for settings that GGUF lacks: zero biases, and the parameters of Llama 3's factors.
 _BIAS, _SLOW, _FAST = "distgpt.bias", "distgpt.rope_slow", "distgpt.rope_fast"
@@ -250,9 +251,9 @@ class GgufModel:
                 raise DataError(f"{path}: {name} must have the shape {expected[name]}, not {result!r:.80}")
 
     def stored(self, mappings: list[TensorMapping], shape: tuple[int, ...]) -> Kind:
-        """Keep Q8_0 and Q4_0 as they are, unless one of our tensors combines different types."""
+        """Keep matrices in Q8_0 and Q4_0 as they are, unless one of ours combines different types."""
         kinds = {self.container.tensors[named(mapping)].kind.name for mapping in mappings}
-        if len(kinds) == 1 and (block := BLOCKS.get(kinds.pop())):
+        if len(shape) == 2 and len(kinds) == 1 and (block := BLOCKS.get(kinds.pop())):
             return block, (*shape[:-1], shape[-1] // BLOCK)
         return np.dtype(self.dtype), shape
 
@@ -388,7 +389,7 @@ def imported_weights(path: Path) -> Path | None:
     with storage_errors("read", path):
         files = sorted(path.iterdir()) if path.is_dir() else [path]
         states = [(file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in files]
-    key = sha256(repr((path.resolve(), states)).encode()).hexdigest()[:16]
+    key = sha256(repr((LAYOUT, path.resolve(), states)).encode()).hexdigest()[:16]
     result = folder / f"{path.stem}-{key}.safetensors"
     if not result.exists():
         note = partial(print_lines, err=True)
