@@ -46,7 +46,7 @@ from distgpt.core.saved.tensors import (
 from distgpt.core.saved.weights import SOURCE_SUM, find_weights, read_float, verified, weights_of
 from distgpt.core.train.interfaces import ModelKind
 
-EVALUATED_ABOVE_SMALL = 1 << 9  # tokens per pass; the same for all ranks, which may have unlike threads
+EVALUATED_ABOVE_SMALL = 1 << 9  # tokens per pass, equal on ranks with different numbers of threads
 
 
 class Adapter(Part):

@@ -1,4 +1,4 @@
-"""bfloat16, of which NumPy has only the bits, as uint16, and GGUF's blocks of integers, in plain NumPy."""
+"""bfloat16 and GGUF's blocks of integers in plain NumPy. Arrays of uint16 hold the bits of bfloat16."""
 
 from __future__ import annotations
 

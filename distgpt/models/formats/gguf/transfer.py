@@ -66,7 +66,7 @@ _HEADS = {"n_kv_head": "attention.head_count_kv", "head_dim": "attention.key_len
 _EPS = {"norm_eps": "attention.layer_norm_epsilon"}
 _RMS_EPS = {"norm_eps": "attention.layer_norm_rms_epsilon"}
 _MOST_FACTORS = 1 << 12
-LAYOUT = 2  # of imported files in the cache: 2 keeps blocks
+LAYOUT = 2  # version of imported files in the cache; 2 keeps Q8_0 and Q4_0
 _OLD_CONTEXT = "rope.scaling.original_context_length"
 # distgpt's keys for settings that GGUF lacks: zero biases, and the parameters of Llama 3's factors.
 _BIAS, _SLOW, _FAST = "distgpt.bias", "distgpt.rope_slow", "distgpt.rope_fast"
