@@ -17,7 +17,7 @@ from distgpt.core.base.formatting import count
 from distgpt.core.base.interrupts import Interrupted
 from distgpt.core.config import TrainConfig
 from distgpt.core.model.model import Model
-from distgpt.core.train.interfaces import KEPT, Budget, Callback, Times
+from distgpt.core.train.interfaces import KEPT, Budget, Callback, Times, ends_by_steps
 from distgpt.core.train.progress import Finished, Pace
 from distgpt.core.train.run import Limits, Run
 
@@ -124,6 +124,8 @@ EVALUATION = 0.5  # ratio of a token's time in evaluation to its time in a step
 class TimedBudget(Budget):
     """Determines the last step, and the elapsed fraction of the run's time.
 
+    If the run ends by steps, unless its time is over first, this is the fraction of the possible steps.
+
     With each step, rank 0 sends the fraction that will have elapsed at the end of the next step. So all
     ranks have the same value and use the same learning rate.
     """
@@ -148,12 +150,15 @@ class TimedBudget(Budget):
         self._begun, self._closing = begun - spent, closing
         self._ahead = 1 + 3 * queued  # steps that end before the step that uses the value of `elapsed_ahead`
         self._round = pace.rounds.length
+        self._steps = t.steps if ends_by_steps(t) else None
         elapsed = min(1.0, spent / self._total)
-        super().__init__(pace.progress.step if elapsed == 1 else None, elapsed)
+        super().__init__(pace.progress.step if elapsed == 1 else self._steps, elapsed)
+        if self._steps and elapsed < 1:
+            self.elapsed = min(1.0, (pace.progress.step + 1) / self._steps)
 
     def seconds(self) -> float:
-        """Return the run's seconds, or all of its time after the last step."""
-        is_over = self._pace.progress.step == self.last
+        """Return the run's seconds, or all of its time after the last step that it allows."""
+        is_over = self._pace.progress.step == self.last != self._steps
         return self._whole if is_over else min(self._whole, self._now() - self._begun)
 
     def elapsed_ahead(self) -> float:
@@ -161,7 +166,13 @@ class TimedBudget(Budget):
         usual = self._pace.usual()
         end = self._now() - self._begun + self._ahead * usual
         total = max(self._total / 2, self._total - self._closing * usual)
-        return 1.0 if end + usual > total else end / total
+        if end + usual > total:
+            return 1.0
+        if self._steps is None:
+            return end / total
+        step = self._pace.progress.step + 1 + self._ahead  # at `end`
+        possible = step + (total - end) / usual if usual else math.inf
+        return min(step / min(self._steps, possible), 1 - 1e-9)  # 1 would end the run
 
     def set_elapsed(self, elapsed: float, launched: int) -> None:
         """Use the value sent by rank 0. Once the time is over, the next step is the last."""

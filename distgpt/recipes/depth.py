@@ -92,13 +92,17 @@ def described(run: RunConfig) -> str:
     read = per_step * t.steps
     tokenizer = "the shards'" if any(map(is_shards, paths_of(t.data))) else t.tokenizer
     noise = f" with {t.input_noise:.0%} random input tokens" if t.input_noise else ""
-    until = f", for {clock(60 * t.train_minutes)}" if t.train_minutes else ""
+    limit = " at most" if t.epochs else ""
+    until = f", for{limit} {clock(60 * t.train_minutes)}" if t.train_minutes else ""
+    passes = t.epochs or read / text.tokens
+    about = "about " if t.epochs else ""  # the steps of its epochs are known once the text is tokenized
     rows = {
         f"depth {model.n_layer}": f"width {model.n_embd}, {model.n_head} heads, context {model.seq_len}",
         "text": f"about {_about(text.tokens)} tokens; tokenizer {tokenizer}, {text.vocab_size:,} entries",
-        "training": f"reads {_about(read)} tokens, the text {three_digits(read / text.tokens)} times{noise};"
+        "training": f"reads {_about(read)} tokens, the text {three_digits(passes)} times{noise};"
         f" {three_digits(read / size)} for each of {_about(size)} parameters (layers and output layer)",
-        "steps": f"{count(t.steps, 'step')} of {per_step:,} tokens{until}; lr {t.lr:g}, warm-up {t.warmup}",
+        "steps": f"{about}{count(t.steps, 'step')} of {per_step:,} tokens{until};"
+        f" lr {t.lr:g}, warm-up {t.warmup}",
     }
     return "\n".join(f"{name:<10}{what}" for name, what in rows.items())
 

@@ -11,8 +11,8 @@ from distgpt.core.config import DEEPEST, PARAMETERS_PER_TOKEN
 
 HEAD = 64  # elements of an attention head; the model's width per layer
 TOKENS_PER_PARAMETER = 12  # parameters of the layers' matrices and the output layer
-# Maximum passes over the training text: held-out loss was lowest after 4 to 6 (docs/explanation/learning.md).
-EPOCHS = 5
+# Maximum passes over the training text; more were not tried (docs/explanation/learning.md).
+EPOCHS = 8
 BYTES_AT_LEAST = 200_000  # enough to learn a vocabulary
 SMALLEST_BPE, LARGEST_BPE = 512, 1 << 15
 ENTRIES_PER_ROOT = 1.6  # vocabulary size per √bytes, approximately; chosen, not fitted
@@ -32,10 +32,14 @@ HIGHEST_LR = 0.05  # the rate of the preset `tiny`
 LR_FALLS = 20  # ratio of the peak to the last learning rate
 # The weight decay of `fast`, whose 1,000 steps read 4 million tokens. Longer runs decay as much in total.
 WEIGHT_DECAY, WEIGHT_DECAY_TOKENS = 0.28, 4e6
+# With this many passes or more, a run ends with a pass (docs/explanation/learning.md).
+WHOLE_PASSES = 3
+LACKING = 0.15  # of the last pass, if the time does not suffice
 # Regularization by the number of passes over the text (docs/explanation/learning.md): none up to FEW_PASSES.
 # With more, value embeddings overfit.
 FEW_PASSES = 2
 NOISE_PER_PASS, MOST_NOISE = 0.01, 0.2
+HEAD_DECAY = 1.0
 WARMUP, LONGEST_WARMUP = 25, 100  # one step in 25, at most 100
 
 
@@ -115,7 +119,8 @@ def recipe(
     steps = given.get("steps", max(1, round(tokens / (sequences * seq_len))))
     larger = math.sqrt(sequences * seq_len / REFERENCE_BATCH)
     narrower = math.sqrt(REFERENCE_WIDTH / width(depth))
-    from_pairs = tokens <= PAIRS_UP_TO
+    passes = tokens / text.tokens
+    from_pairs = starts_from_pairs(tokens, text)
     rates = SPRINT_RATES if from_pairs else FAST_RATES
     lr = min(HIGHEST_LR, rates["lr"] * larger)
     result = {
@@ -125,9 +130,12 @@ def recipe(
         "vector_lr": VECTOR_LR,
         "weight_decay": WEIGHT_DECAY * larger * min(1.0, WEIGHT_DECAY_TOKENS / tokens),
     }
-    passes = tokens / text.tokens
-    if passes > FEW_PASSES and not given.get("pack"):
-        result["input_noise"] = min(MOST_NOISE, NOISE_PER_PASS * passes)
+    if passes > FEW_PASSES:
+        result["head_decay"] = HEAD_DECAY
+        if not given.get("pack"):
+            result["input_noise"] = min(MOST_NOISE, NOISE_PER_PASS * passes)
+    if round(passes) >= WHOLE_PASSES and "steps" not in given:
+        result["epochs"] = round(passes)
     return {
         "n_layer": depth,
         "n_head": depth,
@@ -143,6 +151,11 @@ def recipe(
         "previous_embedding": passes <= FEW_PASSES,
         **{name: float(f"{value:.3g}") for name, value in result.items()},
     }
+
+
+def starts_from_pairs(tokens: float, text: Text) -> bool:
+    """Return whether a run over `tokens` tokens learns more from initial weights from token pairs."""
+    return tokens <= min(PAIRS_UP_TO, FEW_PASSES * text.tokens)
 
 
 def power_of_two(value: float) -> int:
@@ -234,13 +247,18 @@ def choose(seconds: float, measured: Mapping[int, float], text: Text, only: int 
         pairs = SLOWER_PAIRS * pair_flops(depth, text) / (rate * flops(depth, text))  # seconds
 
         def reading(tokens: float) -> Choice:
-            before = pairs if tokens <= PAIRS_UP_TO else 0.0
+            before = pairs if starts_from_pairs(tokens, text) else 0.0
             end = min(seconds, before + most / rate)
             return Choice(depth, tokens, end, expected_bits(depth, tokens, text))
 
+        passes = math.floor(min(most, seconds * rate) / text.tokens + LACKING)
+        if passes >= WHOLE_PASSES:
+            most = passes * text.tokens
         tokens = max(1.0, min(most, seconds * rate))
-        if tokens <= PAIRS_UP_TO:
+        if starts_from_pairs(tokens, text):
             return reading(max(1.0, min(tokens, max(seconds - pairs, seconds / 20) * rate)))
+        if tokens <= PAIRS_UP_TO or not starts_from_pairs(PAIRS_UP_TO, text):
+            return reading(tokens)
         # A run slightly longer than PAIRS_UP_TO may end with a lower loss if it stops there and uses pairs.
         return min(reading(tokens), reading(PAIRS_UP_TO), key=lambda each: each.bits_per_byte)
 

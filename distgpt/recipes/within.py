@@ -88,11 +88,9 @@ def with_clock(request: RunRequest, stage: Stage, say: Say) -> RunRequest:
         likely = f"{bits_range(result.bits_per_byte, UNMEASURED)} bits per byte on unseen text"
         say(f"--within: depth {result.depth} reads about {read}, {times}; predicted: {likely}")
         if rest < seconds:
-            say(f"--within: the run ends after about {clock(rest)}, because the text is too short for more")
+            say(f"--within: the run ends after about {clock(rest)}, with a pass over the text")
         if not held_out:
             say("--within: no validation data to check this estimate; set --val-fraction 0.1")
-    # If the run needs little of its time, end it by steps, since a clock would include the setup.
-    given["train_minutes"] = 0.0 if rest < seconds and result.seconds < seconds / 2 else rest / 60
     uncounted, bits = compiled.begun - stage.begun, result.bits_per_byte
     request = replace(request, given=given, expected_bits=bits, uncounted=uncounted)
     return replace(request, depth=result.depth, tokens=result.tokens)

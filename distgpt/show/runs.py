@@ -17,6 +17,7 @@ from distgpt.core.base.errors import DistgptError, UsageError, command_line, esc
 from distgpt.core.base.files import read_small, storage_errors
 from distgpt.core.base.formatting import clock, count
 from distgpt.core.saved.rundir import Metrics, RunDirectory, parse_metrics, whole_lines
+from distgpt.core.train.interfaces import ends_by_steps
 from distgpt.show.page import Column, fitting, tabulated, terminal_table
 
 DEEPEST = 3  # levels below the listed directory
@@ -165,7 +166,7 @@ def fill(found: Listed, run: RunDirectory, read: Callable[[Path], Records]) -> N
     saved = run.saved()
     if saved and saved.train.train_minutes:
         found.total_s = 60 * saved.train.train_minutes
-    elif saved:
+    if saved and ends_by_steps(saved.train):
         found.steps = saved.train.steps
     if run.metrics.exists():
         with storage_errors("read", run.metrics):

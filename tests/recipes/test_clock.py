@@ -72,8 +72,21 @@ def test_run_ends_with_its_time(how, first, shortest, longest):
 
 def test_nearly_spent_budget_is_over():
     t = replace(T, train_minutes=10.0)
-    assert is_over(0.985 * 600, t) and is_over(600.0, t) and not is_over(580.0, t)
+    assert is_over(9, 0.985 * 600, t) and is_over(9, 600.0, t) and not is_over(9, 580.0, t)
+    whole = replace(t, epochs=3.0)
+    assert is_over(7, 1.0, whole) and not is_over(6, 1.0, whole) and is_over(6, 600.0, whole)
     assert run_of(t, spent=0.985 * 600)[0] == []
+
+
+def test_known_last_step_ends_a_timed_run_early():
+    """The learning rate follows the steps, or the clock if the machine is too slow."""
+    t = replace(T, epochs=3.0)
+    shares, seconds, clock = run_of(t, seconds=2.0)
+    assert shares == [pytest.approx((step + 1) / 7) for step in range(7)] and seconds == 14
+    assert clock.seconds() == 14
+    shares, seconds, clock = run_of(replace(t, steps=70))
+    assert shares[5] == pytest.approx(6 * 4 / 59.1) and seconds <= 60 and clock.seconds() == 60
+    assert run_of(t, spent=50.0, seconds=0.1)[0] == [pytest.approx((step + 1) / 7) for step in range(7)]
 
 
 def test_clock_without_time_counts_steps():
@@ -148,8 +161,9 @@ def test_depth_sets_defaults_and_resume_keeps_them(tmp_path):
 def test_depth_lines_describe_data_and_end(tmp_path):
     (text := tmp_path / "my.txt").write_text("The keeper lit the lamp. " * 40)
     for tokens, flags, words in (
-        (0.0, {}, "the text 5.12 times with 5% random input tokens; 0.0781 for each of 65.5 k parameters"),
-        (0.0, {}, "10 steps of 512 tokens; lr 0.01"),
+        (0.0, {}, f"the text {scaling.EPOCHS}.00 times with {scaling.EPOCHS}% random input tokens"),
+        (0.0, {}, f"about {2 * scaling.EPOCHS} steps of 512 tokens; lr 0.01"),
+        (0.0, {"train_minutes": 2.955}, ", for at most 2:57"),
         (300.0, {"train_minutes": 2.955}, ", for 2:57"),
     ):
         given = {"data": str(text), **flags}
@@ -209,7 +223,7 @@ def test_within_chooses_depth_and_ends_in_time(tmp_path):
 @pytest.mark.ci
 def test_within_does_not_overfit_a_short_file(tmp_path):
     notes, t, metrics = within(resolve_data("story"), 600, tmp_path / "run", val_fraction=0.1)
-    assert "the run ends after about 0:" in notes and not t.train_minutes
+    assert "the run ends after about 0:" in notes and t.epochs == scaling.EPOCHS
     assert metrics[-1]["step"] == t.steps  # its passes end it, not the clock
     assert "--val-fraction" not in notes and "predicted at the end" in notes
     read = t.batch_size * RunDirectory(tmp_path / "run").saved().model.seq_len * metrics[-1]["step"]
@@ -268,7 +282,7 @@ def test_scaling_laws():
     assert scaling.text_to_learn_from(30e6).tokenizer == "bpe:8192"
     assert scaling.text_to_learn_from(30e6, 4096).vocab_size == 4096
     assert scaling.tokens_to_read(3, DOCS) == 12 * scaling.parameters(3, 8192)
-    assert scaling.tokens_to_read(6, DOCS) == 5 * DOCS.tokens
+    assert scaling.tokens_to_read(6, DOCS) == scaling.EPOCHS * DOCS.tokens
     found = [scaling.batch(tokens) for tokens in (1e3, 2e5, 12e6, 200e6, 1e15)]
     assert found == [512, 1024, 4096, 16384, 1 << 19]
     assert [scaling.context(depth, 1e7) for depth in (1, 3, 4, 6, 7)] == [256, 256, 512, 512, 1024]
@@ -297,11 +311,21 @@ def test_recipe_follows_given_settings():
 def test_text_that_is_read_many_times_is_regularized():
     few, many = (preset("fast", scaling.recipe(3, passes * 1e6, scaling.Text(1e6, 2048))) for passes in (2, 5))
     for run, noise in ((few, 0), (many, 0.05)):
-        assert run.train.input_noise == noise
+        assert (run.train.input_noise, run.train.head_decay) == (noise, scaling.HEAD_DECAY if noise else 0)
+        assert (run.model.init_weights, run.train.epochs) == (("unit", 5) if noise else ("bigrams", 0))
         assert {run.model.value_embeddings, run.model.previous_embedding} == {not noise}
     packed = scaling.recipe(3, 5e6, scaling.Text(1e6, 2048), given={"pack": True})
     assert "input_noise" not in packed and not packed["value_embeddings"]
     assert scaling.recipe(3, 1e9, scaling.Text(1e6, 2048))["input_noise"] == scaling.MOST_NOISE
+
+
+def test_runs_end_with_a_pass():
+    text = scaling.Text(1e6, 2048)
+    for possible, passes in ((2.5, 2.5), (3.7, 3), (3.9, 3.9), (4.2, 4), (99, scaling.EPOCHS)):
+        found = scaling.choose(possible * 1e3, {2: 1e3}, text, only=2)
+        assert found.tokens == pytest.approx(passes * 1e6) and found.seconds == pytest.approx(passes * 1e3)
+    assert scaling.recipe(2, 3.9e6, text)["epochs"] == 4 and "epochs" not in scaling.recipe(2, 2.4e6, text)
+    assert "epochs" not in scaling.recipe(2, 3.9e6, text, given={"steps": 9})
 
 
 def test_speeds_are_interpolated():

@@ -99,6 +99,8 @@ def test_clock_never_shows_negative_time(monkeypatch):
     assert (end.elapsed(), end.left(1, 5.0)) == ("   8:20 of 2:05:00", "left 1:56:40")
     now[0] += 8000
     assert (end.elapsed(), end.left(1, 5.0), end.done(1)) == ("2:05:00 of 2:05:00", "left 0:00", 7500.0)
+    whole = Remaining({"steps": 9, "epochs": 3.0, "seconds": 7500.0, "seconds_left": 7000.0})
+    assert (whole.left(1, 5.0), whole.left(1, 1000.0)) == ("left 0:40", "left 1:56:40")
     by_steps = Remaining({"steps": 20})
     assert (by_steps.left(0, 0.0), by_steps.left(5, 2.0), by_steps.elapsed()) == ("left --:--", "left 0:30", "")
 

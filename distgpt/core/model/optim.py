@@ -187,10 +187,12 @@ def step_scalars(
     for group in GROUPS:
         peak = peaks.get(group)
         rate = peak * (lr / config.lr) if peak else lr  # all groups follow one schedule
-        decay = 1.0
+        weight_decay = 0.0
         if group != VECTOR and config.optimizer == "adamw":  # embeddings do not decay with Muon either
-            decay = 1 - rate * config.weight_decay
-        values += [rate / correction, decay]
+            weight_decay = config.weight_decay
+        elif group == HEAD:
+            weight_decay = config.head_decay
+        values += [rate / correction, 1 - rate * weight_decay]
     return values
 
 

@@ -145,9 +145,19 @@ class Times:
     spent: float  # seconds of earlier processes
 
 
-def is_over(seconds: float, t: TrainConfig) -> bool:
-    """Return whether a time-limited run is over after `seconds` seconds."""
-    return seconds >= KEPT * 60 * t.train_minutes
+def time_is_over(seconds: float, t: TrainConfig) -> bool:
+    """Return whether a run has a time limit, and it is over after `seconds` seconds."""
+    return bool(t.train_minutes) and seconds >= KEPT * 60 * t.train_minutes
+
+
+def ends_by_steps(t: TrainConfig) -> bool:
+    """Return whether the run ends after `steps`. Without epochs, those of a time-limited run are a guess."""
+    return bool(t.epochs) or not t.train_minutes
+
+
+def is_over(step: int, seconds: float, t: TrainConfig) -> bool:
+    """Return whether a run is over after these steps and seconds."""
+    return time_is_over(seconds, t) or (ends_by_steps(t) and step >= t.steps)
 
 
 class Budget:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import math
 import signal
 import sys
 import time
@@ -91,15 +92,13 @@ class Speed:
 
 
 class Remaining:
-    """The progress of a run toward its last step or its time limit, formatted for a line.
-
-    A time-limited run has no total of steps.
-    """
+    """The progress of a run toward its last step or its time limit, formatted for a line."""
 
     def __init__(self, facts: Facts) -> None:
-        """`facts` describe the run's start. For a time-limited run, `steps` is an estimate."""
+        """`facts` describe the run's start. With a time limit and no epochs, `steps` is an estimate."""
         steps, left = facts["steps"], facts.get("seconds_left")
-        self._steps = f"/{steps}" if left is None else ""
+        self._last = steps if left is None or facts.get("epochs") else None
+        self._steps = "" if self._last is None else f"/{steps}"
         self.total: float = steps if left is None else facts["seconds"]  # the maximum of a progress bar
         self.width = len(f"{steps}{self._steps}")  # maximum characters of a step
         self._end = None if left is None else time.monotonic() + left
@@ -122,10 +121,10 @@ class Remaining:
 
     def left(self, step: int, pace: float) -> str:
         """Format the remaining time. `pace`: typical seconds per step, 0 if unknown."""
-        if self._end is not None:
-            return f"left {clock(self._seconds_left(self._end))}"
-        steps = self.total - step
-        return f"left {clock(pace * steps)}" if pace or not steps else "left --:--"
+        most = math.inf if self._end is None else self._seconds_left(self._end)
+        steps = math.inf if self._last is None else self._last - step
+        seconds = min(most, pace * steps) if pace or not steps else most
+        return f"left {clock(seconds)}" if seconds < math.inf else "left --:--"
 
 
 class Lines(Listener):

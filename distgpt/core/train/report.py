@@ -20,7 +20,7 @@ from distgpt.core.data.batches import Batches
 from distgpt.core.data.loading import Corpus, bits_per_byte
 from distgpt.core.saved.rundir import RunDirectory
 from distgpt.core.train.checkpoints import Checkpoints
-from distgpt.core.train.interfaces import Budget, Listener, is_over
+from distgpt.core.train.interfaces import Budget, Listener, is_over, time_is_over
 from distgpt.core.train.plan import Plan
 from distgpt.core.train.progress import Finished
 
@@ -44,8 +44,9 @@ def note_settings(plan: Plan, t: TrainConfig, corpus: Corpus, batches: Batches, 
         say(f"no validation data, so nothing is evaluated; see {', '.join(others)} and {last}")
     if not plan.checkpoint:
         return
-    if is_over(state.seconds, t) if t.train_minutes else state.step == t.steps:
-        say(f"nothing is left to train; increase {'--within' if t.train_minutes else '--steps'}")
+    if is_over(state.step, state.seconds, t):
+        more = "--within" if time_is_over(state.seconds, t) else "epochs" if t.epochs else "--steps"
+        say(f"nothing is left to train; increase {more}")
     if state.corpus != batches.fingerprint:
         say(f"the training data has changed; reading {escape(t.data)} from now on")
 

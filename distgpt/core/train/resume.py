@@ -25,7 +25,7 @@ from distgpt.core.saved.checkpoint import (
 from distgpt.core.saved.modelfile import read_description
 from distgpt.core.saved.rundir import RunDirectory, differing, place_for
 from distgpt.core.saved.tensors import read_header, verify_data
-from distgpt.core.train.interfaces import is_over
+from distgpt.core.train.interfaces import is_over, time_is_over
 
 Change = tuple[object, object]  # the old and the new value of a setting
 
@@ -135,7 +135,7 @@ def is_finished(
         return False
     if t.epochs and ("epochs" in changes or "data" in changes):  # the steps depend on the examples
         return False
-    is_done = is_over(state.seconds, t) if t.train_minutes else state.step == t.steps
+    is_done = is_over(state.step, state.seconds, t)
     if t.patience and not any(name in changes for name in ("patience", "steps", "epochs")):
         is_done = True  # --patience may have ended it at any step
     return is_done and directory.finished_at() == state.step
@@ -160,10 +160,12 @@ def leave_finished(comm: Comm, directory: RunDirectory, t: TrainConfig, seconds:
 
 def _done_and_more(t: TrainConfig, spent: float) -> tuple[str, list[str]]:
     """Describe a finished run, and return an option for twice as much."""
-    if t.train_minutes:
+    if time_is_over(spent, t):
         return f"its {typed_duration(spent)} have elapsed", ["--within", typed_duration(2 * spent)]
     if t.epochs:
-        return f"all {t.epochs:g} epochs are done", ["--epochs", f"{2 * t.epochs:g}"]
+        twice = f"{2 * t.epochs:g}"
+        more = ["--epochs", twice] if t.chats else ["--set", f"epochs={twice}"]
+        return f"all {t.epochs:g} epochs are done", more
     return f"all {count(t.steps, 'step')} are done", ["--steps", str(2 * t.steps)]
 
 

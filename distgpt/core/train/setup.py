@@ -195,6 +195,7 @@ def _open_directory(
             "held_out_tokens": texts.held_out,
             "first_step": progress.step,
             "steps": config.train.steps,
+            "epochs": config.train.epochs,
             "seconds": seconds,
             "seconds_left": times.begun - times.spent + seconds - time.monotonic() if seconds else None,
             "directory": str(directory.path),
