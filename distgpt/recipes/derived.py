@@ -102,8 +102,7 @@ def with_decay(request: RunRequest) -> RunRequest:
     step = load_state(result.checkpoint).step
     _refuse_fallen(result.settings.train, step, result.checkpoint)
     end = step + steps
-    fall: Values = {"steps": end, "schedule": "wsd", "decay_fraction": steps / end}
-    fall |= {"train_minutes": 0.0, "epochs": 0.0}
+    fall: Values = {"steps": end, "schedule": "wsd", "decay_fraction": steps / end, "train_minutes": 0.0}
     given = {**request.given, **fall}
     return replace(request, decay_from=None, given=given, out=out, resume=str(result.checkpoint))
 
