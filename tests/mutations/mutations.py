@@ -41,8 +41,8 @@ _FAULTS = {
         ("old weights answer", "before is not None and np.array_equal(before, checksums)", "before is not None")
     ],
     ("core/model/optim.py", _WIRED): [
-        ("weights never decay", "1 - rate * config.weight_decay", "1.0"),
-        ("decay at the peak rate", "1 - rate * config", "1 - config.lr * config"),
+        ("weights never decay", "1 - rate * weight_decay", "1.0"),
+        ("decay at the peak rate", "1 - rate * weight_decay", "1 - config.lr * weight_decay"),
         ("clip is ignored", "config.clip * (", "0.0 * ("),
         ("eps is ignored", "c.eps)", "1e-8)"),
         ("betas are exchanged", "c.beta1,", "c.beta2,"),
