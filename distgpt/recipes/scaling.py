@@ -257,7 +257,7 @@ def choose(seconds: float, measured: Mapping[int, float], text: Text, only: int 
         tokens = max(1.0, min(most, seconds * rate))
         if starts_from_pairs(tokens, text):
             return reading(max(1.0, min(tokens, max(seconds - pairs, seconds / 20) * rate)))
-        if tokens <= PAIRS_UP_TO or not starts_from_pairs(PAIRS_UP_TO, text):
+        if not starts_from_pairs(PAIRS_UP_TO, text):
             return reading(tokens)
         # A run slightly longer than PAIRS_UP_TO may end with a lower loss if it stops there and uses pairs.
         return min(reading(tokens), reading(PAIRS_UP_TO), key=lambda each: each.bits_per_byte)

@@ -67,7 +67,7 @@ def with_clock(request: RunRequest, stage: Stage, say: Say) -> RunRequest:
         return not preset and "init" not in {**file, **given} and begins_anew(request)
 
     def as_before() -> RunRequest:
-        """If the same command resumes a run (such as a requeued job) that needed less time, keep its time."""
+        """If the same command resumes a run of an earlier version that needed less time, keep its time."""
         before = saved_run(request)
         if before and before.train.within_minutes == given["within_minutes"]:
             del given["train_minutes"]
