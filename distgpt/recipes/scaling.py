@@ -186,9 +186,9 @@ class Law:
 PAIRS_LAW = Law(E=0.0457, A=4.9509, a=0.3, B=4.212, b=0.065)  # runs with initial weights from pairs
 LAW = Law(E=0.66, A=17.3338, a=0.3, B=249.1379, b=0.4)  # longer runs; see docs/explanation/learning.md
 LAWS_VOCABULARY = 8192
-# Repeated passes teach less. From the second pass on, the gain falls to 1/e after 15 passes. All repeated
-# passes together are worth 15 passes over new text (arXiv 2305.16264).
-REPEATED = 15.0
+# Repeated passes teach less (the form of arXiv 2305.16264, which has 15 for larger texts): from the second
+# pass on, the gain falls to 1/e after 3 passes. All together are worth at most 3 passes over new text.
+REPEATED = 3.0
 PAIRS_UP_TO = 2e6  # tokens of a run up to which initial weights from pairs are better
 PAIR_PASSES, PAIR_ROWS = 15, 1 << 13  # initial weights from pairs: passes over all pairs, maximum tokens
 SLOWER_PAIRS = 3.0  # time per FLOP, compared with training
@@ -207,7 +207,7 @@ def expected_bits(depth: int, tokens: float, text: Text) -> float:
     """Return the expected bits per byte of a model after `tokens` tokens, including repeated ones."""
     repeated = max(0.0, tokens / text.tokens - 1)
     new = min(tokens, text.tokens) + text.tokens * REPEATED * (1 - math.exp(-repeated / REPEATED))
-    law = PAIRS_LAW if tokens <= PAIRS_UP_TO else LAW
+    law = PAIRS_LAW if new <= PAIRS_UP_TO else LAW
     same = bytes_per_token(text.vocab_size) / bytes_per_token(LAWS_VOCABULARY)
     return text.difficulty * law.bits_per_byte(matrices(depth), same * new)
 

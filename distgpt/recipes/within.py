@@ -23,7 +23,6 @@ from distgpt.core.data.batches import ArrayTokens, Batches
 from distgpt.core.data.tokenizers import AUTO, BYTE, load_tokenizer
 from distgpt.core.train.interfaces import KEPT
 from distgpt.core.train.plan import DTYPE, begins_anew, is_open
-from distgpt.core.train.resume import saved_run
 from distgpt.core.train.run import Run
 from distgpt.core.train.setup import compile_once_per_node, make_steps
 from distgpt.corpora.mixture import paths_of
@@ -66,15 +65,8 @@ def with_clock(request: RunRequest, stage: Stage, say: Say) -> RunRequest:
         preset, file, given = request.layers()
         return not preset and "init" not in {**file, **given} and begins_anew(request)
 
-    def as_before() -> RunRequest:
-        """If the same command resumes a run of an earlier version that needed less time, keep its time."""
-        before = saved_run(request)
-        if before and before.train.within_minutes == given["within_minutes"]:
-            del given["train_minutes"]
-        return replace(request, given=given)
-
     if not on_root(stage.comm, chooses):
-        return _with_steps(on_root(stage.comm, as_before), stage, seconds, say)
+        return _with_steps(request, stage, seconds, say)
     text, held_out = on_root(stage.comm, lambda: _text(request.settings()))
 
     def smallest() -> RunConfig:

@@ -297,7 +297,7 @@ class TrainConfig:
     )
     within_minutes: float = of_schedule(
         0.0,
-        "Minutes set by --within. train_minutes was shorter in earlier versions if the text was too short.",
+        "Minutes set by --within. 0: it was not used.",
         low=0,
         most=1e7,
     )
