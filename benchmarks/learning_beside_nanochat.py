@@ -20,13 +20,17 @@ from curves import Point, by_peer, draw, learning_arguments, points_in, trained
 from record import distgpt, end_with_errors, save
 
 ENTRIES, TOKENS = 8192, 4096
+# nanochat crops documents that are longer than its context and skips the rest. It also chooses the shortest,
+# so it would score the beginnings of a few short documents. Pieces of about half a context are read whole.
+PIECE = 900  # characters
 PREPARE = """
 import json, sys
 from pathlib import Path
 import pyarrow, pyarrow.parquet
-docs, out = map(Path, sys.argv[1:])
+docs, out, size = Path(sys.argv[1]), Path(sys.argv[2]), int(sys.argv[3])
 def texts(part):
-    return [json.loads(line)["text"] for line in (docs / part / "docs.jsonl").open()]
+    whole = [json.loads(line)["text"] for line in (docs / part / "docs.jsonl").open()]
+    return [text[start : start + size] for text in whole for start in range(0, len(text), size)]
 train = texts("train")
 for number, part in enumerate((train[0::2], train[1::2], texts("val"))):
     table = pyarrow.table({"text": part})
@@ -77,7 +81,7 @@ def nanochat(args: Any) -> list[Point]:
     data = folder / "base_data_climbmix"
     if not data.exists():
         data.mkdir(parents=True)
-        by_peer(args, args.nanochat, "-c", PREPARE, args.docs.absolute(), data, env=env)
+        by_peer(args, args.nanochat, "-c", PREPARE, args.docs.absolute(), data, PIECE, env=env)
         by_peer(args, args.nanochat, "-m", "scripts.tok_train", "--vocab-size", ENTRIES, env=env)
     sizes = ("--depth=4", "--max-seq-len=512", "--device-batch-size=8", f"--total-batch-size={TOKENS}")
     evaluations = ("--eval-every=110", f"--eval-tokens={args.held_out}", "--core-metric-every=-1")
