@@ -35,9 +35,10 @@ WEIGHT_DECAY, WEIGHT_DECAY_TOKENS = 0.28, 4e6
 # With this many passes or more, a run ends with a pass (docs/explanation/learning.md).
 WHOLE_PASSES = 3
 LACKING = 0.15  # of the last pass, if the time does not suffice
-# Regularization by the number of passes over the text (docs/explanation/learning.md): none up to FEW_PASSES.
-# With more, value embeddings overfit.
+# Regularization (docs/explanation/learning.md): none up to FEW_PASSES passes over the text. If passes times
+# parameters per token of the text exceed OVERFITS, value embeddings overfit, and random input tokens help.
 FEW_PASSES = 2
+OVERFITS = 11.0
 NOISE_PER_PASS, MOST_NOISE = 0.01, 0.2
 HEAD_DECAY = 1.0
 WARMUP, LONGEST_WARMUP = 25, 100  # one step in 25, at most 100
@@ -130,10 +131,12 @@ def recipe(
         "vector_lr": VECTOR_LR,
         "weight_decay": WEIGHT_DECAY * larger * min(1.0, WEIGHT_DECAY_TOKENS / tokens),
     }
-    if passes > FEW_PASSES:
+    is_reread = passes > FEW_PASSES
+    overfits = is_reread and passes * parameters(depth, text.vocab_size) > OVERFITS * text.tokens
+    if is_reread:
         result["head_decay"] = HEAD_DECAY
-        if not given.get("pack"):
-            result["input_noise"] = min(MOST_NOISE, NOISE_PER_PASS * passes)
+    if overfits and not given.get("pack"):
+        result["input_noise"] = min(MOST_NOISE, NOISE_PER_PASS * passes)
     if round(passes) >= WHOLE_PASSES and "steps" not in given:
         result["epochs"] = round(passes)
     return {
@@ -147,8 +150,8 @@ def recipe(
         "steps": steps,
         "warmup": min(LONGEST_WARMUP, math.ceil(steps / WARMUP)),
         "init_weights": "bigrams" if from_pairs else "unit",
-        "value_embeddings": passes <= FEW_PASSES,
-        "previous_embedding": passes <= FEW_PASSES,
+        "value_embeddings": not overfits,
+        "previous_embedding": not overfits,
         **{name: float(f"{value:.3g}") for name, value in result.items()},
     }
 

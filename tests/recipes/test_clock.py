@@ -309,14 +309,18 @@ def test_recipe_follows_given_settings():
 
 
 def test_text_that_is_read_many_times_is_regularized():
-    few, many = (preset("fast", scaling.recipe(3, passes * 1e6, scaling.Text(1e6, 2048))) for passes in (2, 5))
-    for run, noise in ((few, 0), (many, 0.05)):
-        assert (run.train.input_noise, run.train.head_decay) == (noise, scaling.HEAD_DECAY if noise else 0)
-        assert (run.model.init_weights, run.train.epochs) == (("unit", 5) if noise else ("bigrams", 0))
+    short, long = scaling.Text(3e5, 2048), scaling.Text(1e6, 2048)  # 5.7 and 1.7 parameters per token
+    few, many, small = (
+        preset("fast", scaling.recipe(3, passes * text.tokens, text))
+        for passes, text in ((2, short), (5, short), (5, long))
+    )
+    for run, noise in ((few, 0), (many, 0.05), (small, 0)):
+        assert (run.train.input_noise, run.train.head_decay) == (noise, 0 if run is few else scaling.HEAD_DECAY)
+        assert (run.model.init_weights, run.train.epochs) == (("bigrams", 0) if run is few else ("unit", 5))
         assert {run.model.value_embeddings, run.model.previous_embedding} == {not noise}
-    packed = scaling.recipe(3, 5e6, scaling.Text(1e6, 2048), given={"pack": True})
+    packed = scaling.recipe(3, 1.5e6, short, given={"pack": True})
     assert "input_noise" not in packed and not packed["value_embeddings"]
-    assert scaling.recipe(3, 1e9, scaling.Text(1e6, 2048))["input_noise"] == scaling.MOST_NOISE
+    assert scaling.recipe(3, 1e9, long)["input_noise"] == scaling.MOST_NOISE
 
 
 def test_runs_end_with_a_pass():
