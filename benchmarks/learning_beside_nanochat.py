@@ -21,7 +21,7 @@ from record import distgpt, end_with_errors, save
 
 ENTRIES, TOKENS = 8192, 4096
 # nanochat crops documents that are longer than its context and skips the rest. It also chooses the shortest,
-# so it would score the beginnings of a few short documents. Pieces of about half a context are read whole.
+# so it would score the beginnings of a few short documents. It loses less of pieces of half a context.
 PIECE = 900  # characters
 PREPARE = """
 import json, sys

@@ -32,7 +32,7 @@ HIGHEST_LR = 0.05  # the rate of the preset `tiny`
 LR_FALLS = 20  # ratio of the peak to the last learning rate
 # The weight decay of `fast`, whose 1,000 steps read 4 million tokens. Longer runs decay as much in total.
 WEIGHT_DECAY, WEIGHT_DECAY_TOKENS = 0.28, 4e6
-# With this many passes or more, a run ends with a pass (docs/explanation/learning.md).
+# A run with at least this number of passes ends with a pass (docs/explanation/learning.md).
 WHOLE_PASSES = 3
 LACKING = 0.15  # of the last pass, if the time does not suffice
 # Regularization (docs/explanation/learning.md): none up to FEW_PASSES passes over the text. If passes times
@@ -132,7 +132,7 @@ def recipe(
         "weight_decay": WEIGHT_DECAY * larger * min(1.0, WEIGHT_DECAY_TOKENS / tokens),
     }
     is_reread = passes > FEW_PASSES
-    overfits = is_reread and passes * parameters(depth, text.vocab_size) > OVERFITS * text.tokens
+    overfits = is_reread and passes * parameters(depth, text.vocab_size) / text.tokens > OVERFITS
     if is_reread:
         result["head_decay"] = HEAD_DECAY
     if overfits and not given.get("pack"):
