@@ -35,12 +35,13 @@ WEIGHT_DECAY, WEIGHT_DECAY_TOKENS = 0.28, 4e6
 # A run with at least this number of passes ends with a pass (docs/explanation/learning.md).
 WHOLE_PASSES = 3
 LACKING = 0.15  # of the last pass, if the time does not suffice
-# Regularization (docs/explanation/learning.md): none up to FEW_PASSES passes over the text. If passes times
-# parameters per token of the text exceed OVERFITS, value embeddings overfit, and random input tokens help.
-FEW_PASSES = 2
-OVERFITS = 11.0
-NOISE_PER_PASS, MOST_NOISE = 0.01, 0.2
-HEAD_DECAY = 1.0
+# Regularization (docs/explanation/learning.md): value embeddings and the output layer decay, at the peak
+# learning rate by a factor of exp(-DECAY_PER_PASS) per pass over the text. After CLEAN_PASSES passes, random
+# input tokens help. If passes times parameters per token of the text exceed OVERFITS, value embeddings do
+# not, and random input tokens help one pass earlier.
+DECAY_PER_PASS = 1.4
+CLEAN_PASSES, NOISE_PER_PASS, MOST_NOISE = 5, 0.02, 0.2
+OVERFITS = 50.0
 WARMUP, LONGEST_WARMUP = 25, 100  # one step in 25, at most 100
 
 
@@ -131,12 +132,12 @@ def recipe(
         "vector_lr": VECTOR_LR,
         "weight_decay": WEIGHT_DECAY * larger * min(1.0, WEIGHT_DECAY_TOKENS / tokens),
     }
-    is_reread = passes > FEW_PASSES
-    overfits = is_reread and passes * parameters(depth, text.vocab_size) / text.tokens > OVERFITS
-    if is_reread:
-        result["head_decay"] = HEAD_DECAY
-    if overfits and not given.get("pack"):
-        result["input_noise"] = min(MOST_NOISE, NOISE_PER_PASS * passes)
+    if not from_pairs:
+        result["table_decay"] = DECAY_PER_PASS * sequences * seq_len / (lr * text.tokens)
+    overfits = passes * parameters(depth, text.vocab_size) / text.tokens > OVERFITS
+    noisy = passes - (CLEAN_PASSES - 1 if overfits else CLEAN_PASSES)
+    if noisy > 0 and not given.get("pack"):
+        result["input_noise"] = min(MOST_NOISE, NOISE_PER_PASS * noisy)
     if round(passes) >= WHOLE_PASSES and "steps" not in given:
         result["epochs"] = round(passes)
     return {
@@ -158,7 +159,7 @@ def recipe(
 
 def starts_from_pairs(tokens: float, text: Text) -> bool:
     """Return whether a run over `tokens` tokens learns more from initial weights from token pairs."""
-    return tokens <= min(PAIRS_UP_TO, FEW_PASSES * text.tokens)
+    return tokens <= min(PAIRS_UP_TO, PAIR_RUN_PASSES * text.tokens)
 
 
 def power_of_two(value: float) -> int:
@@ -192,7 +193,8 @@ LAWS_VOCABULARY = 8192
 # Repeated passes teach less (the form of arXiv 2305.16264, which has 15 for larger texts): from the second
 # pass on, the gain falls to 1/e after 3 passes. All together are worth at most 3 passes over new text.
 REPEATED = 3.0
-PAIRS_UP_TO = 2e6  # tokens of a run up to which initial weights from pairs are better
+# Initial weights from pairs are better in runs up to this number of tokens and passes.
+PAIRS_UP_TO, PAIR_RUN_PASSES = 2e6, 2
 PAIR_PASSES, PAIR_ROWS = 15, 1 << 13  # initial weights from pairs: passes over all pairs, maximum tokens
 SLOWER_PAIRS = 3.0  # time per FLOP, compared with training
 

@@ -309,17 +309,22 @@ def test_recipe_follows_given_settings():
 
 
 def test_text_that_is_read_many_times_is_regularized():
-    short, long = scaling.Text(3e5, 2048), scaling.Text(1e6, 2048)  # 5.7 and 1.7 parameters per token
-    few, many, small = (
-        preset("fast", scaling.recipe(3, passes * text.tokens, text))
-        for passes, text in ((2, short), (5, short), (5, long))
-    )
-    for run, noise in ((few, 0), (many, 0.05), (small, 0)):
-        assert (run.train.input_noise, run.train.head_decay) == (noise, 0 if run is few else scaling.HEAD_DECAY)
-        assert (run.model.init_weights, run.train.epochs) == (("bigrams", 0) if run is few else ("unit", 5))
-        assert {run.model.value_embeddings, run.model.previous_embedding} == {not noise}
-    packed = scaling.recipe(3, 1.5e6, short, given={"pack": True})
-    assert "input_noise" not in packed and not packed["value_embeddings"]
+    tiny, short, long = (scaling.Text(tokens, 2048) for tokens in (2e5, 3e5, 3e6))
+    for text, passes, from_pairs, noise in (
+        (short, 2, True, 0),
+        (short, 8, False, 0.06),
+        (tiny, 8, False, 0.08),  # 8.6 parameters per token
+        (short, 5, False, 0),
+        (long, 1, False, 0),
+    ):
+        run = preset("fast", scaling.recipe(3, passes * text.tokens, text))
+        train, per_step = run.train, run.train.batch_size * run.model.seq_len
+        decay = train.lr * train.table_decay * text.tokens / per_step  # in a pass, at the peak learning rate
+        assert decay == pytest.approx(0 if from_pairs else scaling.DECAY_PER_PASS, rel=0.01)
+        assert run.model.init_weights == ("bigrams" if from_pairs else "unit")
+        assert (train.input_noise, train.epochs) == (noise, passes if passes > 2 else 0)
+        assert {run.model.value_embeddings, run.model.previous_embedding} == {text is not tiny}
+    assert "input_noise" not in scaling.recipe(3, 2.4e6, short, given={"pack": True})
     assert scaling.recipe(3, 1e9, long)["input_noise"] == scaling.MOST_NOISE
 
 

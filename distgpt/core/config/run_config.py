@@ -19,7 +19,13 @@ MOST_TOML_DOTS = 2000  # the parser keeps every prefix of a dotted key
 MODEL, TRAIN = settings_of(ModelConfig), settings_of(TrainConfig)
 SETTINGS = MODEL | TRAIN
 # Removed settings and the values at which they had no effect. A run with another value cannot resume.
-REMOVED: dict[str, object] = {"adapter_kind": "auto", "keep_minutes": 0.0, "log_every": 1, "recheck_every": 0}
+REMOVED: dict[str, object] = {
+    "adapter_kind": "auto",
+    "head_decay": 0.0,
+    "keep_minutes": 0.0,
+    "log_every": 1,
+    "recheck_every": 0,
+}
 
 EXTRA = "extra"  # the table of an extension's settings; one of them is extra.NAME
 BATCH_KEYS = {"batch_size", BATCH_TOKENS}

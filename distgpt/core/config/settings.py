@@ -342,8 +342,11 @@ class TrainConfig:
     )
     warmup: int = of_schedule(20, "Steps of linear learning rate warm-up.", low=0)
     weight_decay: float = of_optimizer(0.1, "Weight decay; applies only to matrices.", low=0, changeable=True)
-    head_decay: float = of_optimizer(
-        0.0, "Weight decay of the output layer with Muon, if not tied.", low=0, changeable=True
+    table_decay: float = of_optimizer(
+        0.0,
+        "With Muon: weight decay of value and previous embeddings and an untied output layer, times --lr.",
+        low=0,
+        changeable=True,
     )
     momentum: float = of_optimizer(0.95, "Muon's momentum.", low=0, below=1)
     clip: float = of_optimizer(1.0, "Clip the gradient norm to this value. 0: off.", low=0, changeable=True)

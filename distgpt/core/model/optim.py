@@ -187,12 +187,12 @@ def step_scalars(
     for group in GROUPS:
         peak = peaks.get(group)
         rate = peak * (lr / config.lr) if peak else lr  # all groups follow one schedule
-        weight_decay = 0.0
-        if group != VECTOR and config.optimizer == "adamw":  # embeddings do not decay with Muon either
-            weight_decay = config.weight_decay
-        elif group == HEAD:
-            weight_decay = config.head_decay
-        values += [rate / correction, 1 - rate * weight_decay]
+        decay = 0.0
+        if group != VECTOR and config.optimizer == "adamw":
+            decay = rate * config.weight_decay
+        elif group in (VALUES, HEAD):  # input embeddings do not decay with Muon
+            decay = lr * config.table_decay
+        values += [rate / correction, 1 - decay]
     return values
 
 

@@ -433,8 +433,8 @@ def test_groups_have_separate_learning_rates():
     assert rates == pytest.approx([0.02, 0.3, 0.3, 0.02, 0.01])  # value_lr is embedding_lr
     own = step_scalars(replace(config, value_lr=0.1), 0, config.lr, 0.5, 0.25)
     assert own[7] == pytest.approx(0.1 / (1 - config.beta1))
-    decaying = step_scalars(replace(config, head_decay=0.3), 0, config.lr, 0.5, 0.25)
-    assert decaying[4::2] == pytest.approx([1, 1, 1, 1 - 0.02 * 0.3, 1])
+    decaying = step_scalars(replace(config, table_decay=0.3), 0, config.lr / 2, 0.5, 0.25)
+    assert decaying[4::2] == pytest.approx([1, 1, 1 - 0.01 * 0.3, 1 - 0.01 * 0.3, 1])
     plain = step_scalars(replace(config, optimizer="adamw"), 0, config.lr, 0.5, 0.25)
     assert plain[4::2] == pytest.approx([1 - rate * config.weight_decay for rate in rates[:4]] + [1.0])
 
