@@ -133,7 +133,7 @@ def recipe(
         "weight_decay": WEIGHT_DECAY * larger * min(1.0, WEIGHT_DECAY_TOKENS / tokens),
     }
     if not from_pairs:
-        result["table_decay"] = DECAY_PER_PASS * sequences * seq_len / (lr * text.tokens)
+        result["table_decay"] = -math.expm1(-DECAY_PER_PASS * sequences * seq_len / text.tokens) / lr
     overfits = passes * parameters(depth, text.vocab_size) / text.tokens > OVERFITS
     noisy = passes - (CLEAN_PASSES - 1 if overfits else CLEAN_PASSES)
     if noisy > 0 and not given.get("pack"):

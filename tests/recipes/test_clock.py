@@ -319,13 +319,15 @@ def test_text_that_is_read_many_times_is_regularized():
     ):
         run = preset("fast", scaling.recipe(3, passes * text.tokens, text))
         train, per_step = run.train, run.train.batch_size * run.model.seq_len
-        decay = train.lr * train.table_decay * text.tokens / per_step  # in a pass, at the peak learning rate
-        assert decay == pytest.approx(0 if from_pairs else scaling.DECAY_PER_PASS, rel=0.01)
+        left = (1 - train.lr * train.table_decay) ** (text.tokens / per_step)  # after a pass at the peak rate
+        assert left == pytest.approx(1 if from_pairs else math.exp(-scaling.DECAY_PER_PASS), rel=0.01)
         assert run.model.init_weights == ("bigrams" if from_pairs else "unit")
         assert (train.input_noise, train.epochs) == (noise, passes if passes > 2 else 0)
         assert {run.model.value_embeddings, run.model.previous_embedding} == {text is not tiny}
     assert "input_noise" not in scaling.recipe(3, 2.4e6, short, given={"pack": True})
     assert scaling.recipe(3, 1e9, long)["input_noise"] == scaling.MOST_NOISE
+    shortest = scaling.recipe(1, 1e3, scaling.Text(100, 256))
+    assert shortest["lr"] * shortest["table_decay"] < 1  # in one step
 
 
 def test_runs_end_with_a_pass():
