@@ -23,7 +23,7 @@ from distgpt.core.comm.job import this_job
 from distgpt.core.components import Components, components, install
 from distgpt.core.config import AUTO_DTYPE, DEFAULT_TEMPERATURE, ModelConfig, RunConfig, TrainConfig
 from distgpt.core.config.presets import preset
-from distgpt.core.config.run_request import asked_for
+from distgpt.core.config.run_request import RunRequest, asked_for
 from distgpt.core.cpu.stages import Stage, connected, open_stage
 from distgpt.core.data.batches import rank_sequences
 from distgpt.core.data.loading import DataRequest, load_corpus
@@ -36,8 +36,9 @@ from distgpt.core.saved.rundir import RunDirectory
 from distgpt.core.train.interfaces import Listener
 from distgpt.core.train.loop import train as train_run
 from distgpt.core.train.parallel_strategy import OptimizerState
-from distgpt.core.train.plan import make_plan
+from distgpt.core.train.plan import Plan, make_plan
 from distgpt.core.train.resume import leave_finished
+from distgpt.core.train.run import Run
 from distgpt.core.train.setup import open_run
 from distgpt.recipes import followed
 
@@ -169,19 +170,40 @@ def train(
         directory=RunDirectory(plan.directory.path.absolute()),
         checkpoint=plan.checkpoint and plan.checkpoint.absolute(),
     )
+    if plan.config.train.ensemble > 1:
+        return _train_ensemble(plan, ready, told)
     if plan.is_finished:
         leave_finished(ready.comm, plan.directory, plan.config.train, plan.state.seconds, told.noted)
         dtype = plan.config.train.dtype
         model, description, _, _ = open_model(ready, plan.directory.weights, dtype)
         return Trained(GPT(model, description, ready.comm), [], plan.directory.path)
+    run = _train_one(plan, ready, told)
+    trained = GPT(run.model, run.checkpoints.description, ready.comm)
+    return Trained(trained, told.metrics, run.directory.path)
+
+
+def _train_one(plan: Plan, ready: Stage, told: _Told) -> Run:
     try:
         run = open_run(plan, ready, told)
         train_run(run)
     finally:  # also if it failed before training
         if ready.comm.rank == 0:
             plan.directory.lock.release()
-    trained = GPT(run.model, run.checkpoints.description, ready.comm)
-    return Trained(trained, told.metrics, run.directory.path)
+    return run
+
+
+def _train_ensemble(plan: Plan, ready: Stage, told: _Told) -> Trained:
+    from distgpt.recipes.ensemble import refuse_impossible, train_others
+
+    def train_one(request: RunRequest, stage: Stage, note: str) -> Run | None:
+        told.noted(note)
+        each = make_plan(stage, request, told.noted)
+        return None if each.is_finished else _train_one(each, stage, told)
+
+    refuse_impossible(ready.comm, plan)
+    first = None if plan.is_finished else _train_one(plan, ready, told)
+    result = train_others(plan, first, ready, train_one)
+    return Trained(GPT(result.model, result.description, ready.comm), told.metrics, plan.directory.path)
 
 
 def _ignore(about: object) -> None: ...

@@ -138,15 +138,21 @@ class Textfile(Exporter):
             raise UsageError(
                 f"--metrics-textfile {path} must be an existing directory, or a {ENDING} file in one"
             )
-        self._path, self._is_folder = path.absolute(), is_folder
+        self._path = path.absolute()
+        self._folder = self._path if is_folder else None
         self._written = 0.0
         self._is_failing = False
 
     def started(self, facts: Facts) -> None:
+        if self._folder and self._run:  # an ensemble's previous model is finished
+            self.close()
+            self._exit_code = None
         super().started(facts)
-        if self._is_folder:
+        if self._folder:
             run = Path(facts["directory"]).absolute()
-            self._path /= f"distgpt-{run.name}-{crc32(str(run).encode(errors='replace')):08x}{ENDING}"
+            self._path = (
+                self._folder / f"distgpt-{run.name}-{crc32(str(run).encode(errors='replace')):08x}{ENDING}"
+            )
         self._write()
 
     def stepped(self, metrics: Metrics) -> None:

@@ -278,6 +278,19 @@ def merge(weights: Path | None, adapter: Path, out: Path) -> None:
     print_lines(merge(weights, adapter, out, SerialComm()))
 
 
+@weights.command(example="distgpt weights ensemble runs/a runs/b runs/c --out ensemble.safetensors")
+@click.argument("members", type=PATH, nargs=-1, required=True, metavar="WEIGHTS...")
+@_out_file
+def ensemble(members: tuple[Path, ...], out: Path) -> None:
+    """Combine models into one that averages their predictions.
+
+    They need the same architecture and tokenizer, such as runs with different seeds.
+    """
+    from distgpt.models.ensemble import write_ensemble
+
+    print_lines(write_ensemble(members, out))
+
+
 @weights.command(example="distgpt weights info model.safetensors")
 @click.argument("path", type=PATH)
 @json_option

@@ -43,6 +43,8 @@ if TYPE_CHECKING:
     from distgpt.core.train.interfaces import Listener
     from distgpt.core.train.lines import Listeners
     from distgpt.core.train.plan import Plan
+    from distgpt.core.train.run import Limits, Run
+    from distgpt.recipes.ensemble import Ensemble
 
 _schedule, _saving = partial(option, group="schedule"), partial(option, group="saving")
 _trouble, _display = partial(option, group="trouble"), partial(option, group="display")
@@ -155,14 +157,48 @@ def train(
     end = job.end(time_limit)
     ready = open_stage(stage, threads, gpu)
 
+    from distgpt.core.train.run import Limits
+
+    limits = Limits(end, stall_timeout, stall_abort)
+    shown = _listeners(ready.comm, display)
+    result = None
+    try:
+        plan, run, request = _train_one(request, ready, limits, shown, dry_run)
+        if plan.config.train.ensemble > 1 and not dry_run:
+            from distgpt.recipes.ensemble import is_complete, train_others
+
+            def train_one(each: RunRequest, stage: Stage, note: str) -> Run | None:
+                shown.noted(note)
+                return _train_one(each, stage, limits, shown, first=plan.directory.path)[1]
+
+            if run or not is_complete(ready.comm, plan):
+                result = train_others(plan, run, ready, train_one)
+    finally:
+        shown.close()
+    if ready.comm.rank == 0 and result:
+        _report_ensemble(result, plan, request, as_json, time.monotonic() - ready.begun)
+    elif ready.comm.rank == 0 and run:
+        _report(run, request, as_json)
+
+
+def _train_one(
+    request: RunRequest,
+    ready: Stage,
+    limits: Limits,
+    shown: Listeners,
+    dry_run: bool = False,
+    first: Path | None = None,
+) -> tuple[Plan, Run | None, RunRequest]:
+    """Train a model. Return its plan, its run (None if it was finished), and the request after its recipes.
+
+    `first`: the directory of an ensemble's first model, if this is another one. Collective.
+    """
     from distgpt.core.train.loop import train as train_run
     from distgpt.core.train.plan import make_plan
-    from distgpt.core.train.run import Limits
     from distgpt.core.train.setup import open_run
     from distgpt.core.train.summary import how_to_resume
     from distgpt.recipes import followed
 
-    shown = _listeners(ready.comm, display)
     plan = run = None
 
     def remove_unbegun() -> None:
@@ -173,24 +209,28 @@ def train(
     try:
         request = followed(request, ready, shown.noted)
         plan = make_plan(ready, request, shown.noted)
-        if dry_run or plan.is_finished:
+        is_finished = plan.is_finished
+        if plan.config.train.ensemble > 1:
+            from distgpt.recipes.ensemble import is_complete, refuse_impossible
+
+            refuse_impossible(ready.comm, plan)
+            is_finished = is_complete(ready.comm, plan)
+        if (dry_run or is_finished) and not first:
             _leave(plan, ready, shown, dry_run)
-            return
-        run = open_run(plan, ready, shown, Limits(end, stall_timeout, stall_abort))
-        train_run(run)
+        elif not plan.is_finished:
+            run = open_run(plan, ready, shown, limits)
+            train_run(run)
     except KeyboardInterrupt as interrupt:
         shown.close()
         if run:
-            interrupt.add_note(how_to_resume(run))
+            interrupt.add_note(how_to_resume(run, first))
         remove_unbegun()
         raise
     finally:
         interrupts.before_leaving.remove(remove_unbegun)
-        shown.close()
         if plan and ready.comm.rank == 0:  # before training: MPI's abort skips all other cleanup
             plan.directory.lock.release()
-    if ready.comm.rank == 0:
-        _report(run, request, as_json)
+    return plan, run, request
 
 
 def _leave(plan: Plan, stage: Stage, shown: Listeners, dry_run: bool) -> None:
@@ -269,14 +309,44 @@ def _refuse_early(request: RunRequest) -> None:
         resolve(request)
 
 
+def show(label: str, text: str) -> None:
+    click.echo(f"{label:<10}{escape(text)}")
+
+
+def _report_ensemble(
+    result: Ensemble, plan: Plan, request: RunRequest, as_json: bool, seconds: float
+) -> None:
+    """Print a sample of an ensemble, its losses, and the next command. Only on rank 0."""
+    from distgpt.core.generate.engine import sample
+    from distgpt.recipes.within import outcome_of_ensemble
+
+    size, path, run = plan.config.train.ensemble, plan.directory.ensemble, result.last
+    if run:
+        _show_sample(sample(result.model, run.tokenizer, 0, 240), run.progress.step, as_json)
+    show("ensemble", f"{count(size, 'model')} in {clock(seconds)}")
+    if result.loss is not None and run and (bits := run.bits_per_byte(result.loss)):
+        alone = " to ".join(f"{loss:.4f}" for loss in sorted({min(result.losses), max(result.losses)}))
+        show("loss", f"validation {loss_and_bits(result.loss, bits)}; of each model alone {alone}")
+        if request.expected_bits:
+            show("predicted", outcome_of_ensemble(request.expected_bits, run, size, bits))
+    show("weights", str(path))
+    click.echo(f"next      {escape(command_line('infer', '--weights', path))}")
+
+
+def _show_sample(text: str, step: int, as_json: bool) -> None:
+    if as_json and text:  # one object, not one per line
+        from distgpt.callbacks.structured import JsonLines
+
+        JsonLines().sampled(step, text)
+    elif not as_json:
+        click.echo(f"\n{escape_model_text(text) if shown_on_terminal(sys.stdout) else text}\n")
+
+
 def _report(run: Any, request: RunRequest, as_json: bool) -> None:
     """Print a sample of the best weights, the paths of the results, and the next command. Only on rank 0."""
     from distgpt.core.comm.api import SerialComm
     from distgpt.core.generate.engine import sample
     from distgpt.core.saved.tensors import read_into
-
-    def show(label: str, text: str) -> None:
-        click.echo(f"{label:<10}{escape(text)}")
 
     directory, best, talks = run.directory, run.checkpoints.best, run.config.train.chats
     has_risen = best is not None and best.step not in (None, run.progress.step)
@@ -284,12 +354,8 @@ def _report(run: Any, request: RunRequest, as_json: bool) -> None:
         run.optimizer_state.load_weights(SerialComm(), partial(read_into, directory.best))
     length = 60 if run.settings.lora_rank else 240  # adapters recompute all matrices for each token
     text = "" if talks else sample(run.model, run.tokenizer, 0, length).strip()
-    if as_json and text:  # one object, not one per line
-        from distgpt.callbacks.structured import JsonLines
-
-        JsonLines().sampled(best.step if has_risen else run.progress.step, text)
-    elif not talks:
-        click.echo(f"\n{escape_model_text(text) if shown_on_terminal(sys.stdout) else text}\n")
+    if not talks:
+        _show_sample(text, best.step if has_risen else run.progress.step, as_json)
     losses = (
         ("training", run.progress.loss, run.report.bits_per_byte),
         ("validation", run.progress.val_loss, run.bits_per_byte),

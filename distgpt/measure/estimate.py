@@ -132,7 +132,7 @@ def estimate(question: Question, say: Say, ready: Stage | None = None) -> Facts:
         "weights_file_bytes": trained.elements * wide,
         "allreduce_bytes": gradients if ranks > 1 else 0,
         "allreduce_every": strategy.placement.rounds.length,
-        "time": time | ({"total_s": steps * time["step_s"]} if "step_s" in time else {}),
+        "time": time | ({"total_s": settled.ensemble * steps * time["step_s"]} if "step_s" in time else {}),
     }
 
 

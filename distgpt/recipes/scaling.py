@@ -199,13 +199,23 @@ PAIR_PASSES, PAIR_ROWS = 15, 1 << 13  # initial weights from pairs: passes over 
 SLOWER_PAIRS = 3.0  # time per FLOP, compared with training
 
 
+# Ensembles (docs/explanation/learning.md). Their matrices grow with the square of their width.
+ENSEMBLE_GAIN, LARGEST_ENSEMBLE, WIDEST_ENSEMBLE = 0.04, 8, 1024
+SHORTEST_MEMBER = 60.0  # seconds
+COMBINING = 0.02  # of the time, to write and evaluate an ensemble
+
+
 class Choice(NamedTuple):
-    """A depth, with the tokens it reads, the time it takes in seconds, and the bits per byte to expect."""
+    """A depth, with the tokens it reads, the time it takes in seconds, and the bits per byte to expect.
+
+    Tokens and time are of each model of an ensemble, and bits per byte of the ensemble.
+    """
 
     depth: int
     tokens: float
     seconds: float
     bits_per_byte: float
+    ensemble: int = 1  # number of models
 
 
 def expected_bits(depth: int, tokens: float, text: Text) -> float:
@@ -239,32 +249,57 @@ def speed(depth: int, measured: Mapping[int, float], text: Text) -> float:
     return math.exp(rates[nearest] + slope * (at - places[nearest]))
 
 
-def choose(seconds: float, measured: Mapping[int, float], text: Text, only: int = 0) -> Choice:
-    """Return the depth with the lowest expected loss after `seconds`, given the tokens/s of some depths."""
+def ensemble_factor(size: int) -> float:
+    """Return the ratio of an ensemble's bits per byte to those of one of its `size` models."""
+    return 1 - ENSEMBLE_GAIN * (1 - 1 / size)
+
+
+def member_seconds(seconds: float, size: int) -> float:
+    """Return the time of each model of an ensemble that may take `seconds`."""
+    return seconds if size == 1 else (1 - COMBINING) * seconds / size
+
+
+def choose(
+    seconds: float, measured: Mapping[int, float], text: Text, only: int = 0, ensemble: int = 0
+) -> Choice:
+    """Return the depth and the ensemble with the lowest expected loss after `seconds`.
+
+    `measured`: tokens/s of some depths. `only` and `ensemble`: a given depth and number of models; 0: any.
+    """
     fitting = [
         depth
         for depth in range(1, DEEPEST + 1)
         if depth == 1 or parameters(depth, text.vocab_size) <= PARAMETERS_PER_TOKEN * text.tokens
     ]
 
-    def choice(depth: int) -> Choice:
-        rate, most = speed(depth, measured, text), EPOCHS * text.tokens
+    def fits(depth: int, size: int) -> bool:
+        return size * width(depth) <= WIDEST_ENSEMBLE and member_seconds(seconds, size) >= SHORTEST_MEMBER
+
+    def choice(depth: int, size: int) -> Choice:
+        rate, most, limit = speed(depth, measured, text), EPOCHS * text.tokens, member_seconds(seconds, size)
         pairs = SLOWER_PAIRS * pair_flops(depth, text) / (rate * flops(depth, text))  # seconds
 
         def reading(tokens: float) -> Choice:
             before = pairs if starts_from_pairs(tokens, text) else 0.0
-            end = min(seconds, before + most / rate)
-            return Choice(depth, tokens, end, expected_bits(depth, tokens, text))
+            end = min(limit, before + most / rate)
+            bits = ensemble_factor(size) * expected_bits(depth, tokens, text)
+            return Choice(depth, tokens, end, bits, size)
 
-        passes = math.floor(min(most, seconds * rate) / text.tokens + LACKING)
+        passes = math.floor(min(most, limit * rate) / text.tokens + LACKING)
         if passes >= WHOLE_PASSES:
             most = passes * text.tokens
-        tokens = max(1.0, min(most, seconds * rate))
+        tokens = max(1.0, min(most, limit * rate))
         if starts_from_pairs(tokens, text):
-            return reading(max(1.0, min(tokens, max(seconds - pairs, seconds / 20) * rate)))
+            return reading(max(1.0, min(tokens, max(limit - pairs, limit / 20) * rate)))
         if not starts_from_pairs(PAIRS_UP_TO, text):
             return reading(tokens)
         # A run slightly longer than PAIRS_UP_TO may end with a lower loss if it stops there and uses pairs.
         return min(reading(tokens), reading(PAIRS_UP_TO), key=lambda each: each.bits_per_byte)
 
-    return min(map(choice, [only] if only else fitting), key=lambda each: each.bits_per_byte)
+    choices = (
+        choice(depth, size)
+        for depth in ([only] if only else fitting)
+        for size in ([ensemble] if ensemble else range(1, LARGEST_ENSEMBLE + 1))
+        if size == (ensemble or 1) or fits(depth, size)
+    )
+    return min(choices, key=lambda each: each.bits_per_byte)

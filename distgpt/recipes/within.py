@@ -15,7 +15,7 @@ from distgpt.core.base.errors import Say
 from distgpt.core.base.formatting import clock, count, parse_duration
 from distgpt.core.comm.agree import on_root
 from distgpt.core.components import components
-from distgpt.core.config import RunConfig
+from distgpt.core.config import SETTINGS, RunConfig
 from distgpt.core.config.run_request import RunRequest
 from distgpt.core.cpu import first_use
 from distgpt.core.cpu.stages import Notes, Stage, report_compiling
@@ -23,13 +23,14 @@ from distgpt.core.data.batches import ArrayTokens, Batches
 from distgpt.core.data.tokenizers import AUTO, BYTE, load_tokenizer
 from distgpt.core.train.interfaces import KEPT
 from distgpt.core.train.plan import DTYPE, begins_anew, is_open
+from distgpt.core.train.resume import saved_run
 from distgpt.core.train.run import Run
 from distgpt.core.train.setup import compile_once_per_node, make_steps
 from distgpt.corpora.mixture import paths_of
 from distgpt.corpora.tokenizers.bpe import LARGE, learned_size
 from distgpt.recipes.depth import difficulty, holds_out, text_of, titled
 from distgpt.recipes.derived import configured
-from distgpt.recipes.scaling import Choice, Text, choose
+from distgpt.recipes.scaling import Choice, Text, choose, ensemble_factor, member_seconds
 
 STEP_SECONDS = 1.5  # timing of one depth
 MOST_MEASURING = 0.04  # fraction of the time
@@ -57,8 +58,12 @@ def with_clock(request: RunRequest, stage: Stage, say: Say) -> RunRequest:
     once per machine and would take 1/3 of a one-minute run. Collective.
     """
     seconds = parse_duration(str(request.within))
-    given = {**request.given, "train_minutes": seconds / 60, "within_minutes": seconds / 60}
-    request = replace(titled(request), within=None, given=given)
+    before = on_root(stage.comm, lambda: saved_run(request))
+    usual = before.train.ensemble if before else int(bool(request.family))  # other programs have no ensembles
+    size = request.settings().get("ensemble", usual)  # 0: choose
+    SETTINGS["ensemble"].check("ensemble", size or 1)
+    assert isinstance(size, int)
+    request = replace(titled(_timed(request, seconds, size or 1)), within=None)
 
     def chooses() -> bool:
         """Return whether a new run needs a choice of model."""
@@ -66,26 +71,36 @@ def with_clock(request: RunRequest, stage: Stage, say: Say) -> RunRequest:
         return not preset and "init" not in {**file, **given} and begins_anew(request)
 
     if not on_root(stage.comm, chooses):
-        return _with_steps(request, stage, seconds, say)
+        return _with_steps(request, stage, member_seconds(seconds, size or 1), say)
     text, held_out = on_root(stage.comm, lambda: _text(request.settings()))
 
     def smallest() -> RunConfig:
         return _run(request, stage, request.depth or 1, FIRST_TOKENS[stage.on_gpu], text)
 
     compiled = _compiled(stage, smallest, bool(learned_size(text.tokenizer)), say)
-    result, rest = measured_choice(request, compiled, seconds, text, say)
+    result, rest = measured_choice(request, compiled, seconds, text, size, say)
     if stage.comm.rank == 0:
         read = f"{result.tokens / 1e6:.2g} M tokens"
         times = f"{result.tokens / text.tokens:.2g} times the text"
         likely = f"{bits_range(result.bits_per_byte, UNMEASURED)} bits per byte on unseen text"
-        say(f"--within: depth {result.depth} reads about {read}, {times}; predicted: {likely}")
+        model = f"depth {result.depth}"
+        if result.ensemble > 1:
+            model = f"an ensemble of {result.ensemble} models of {model}, each of which"
+        say(f"--within: {model} reads about {read}, {times}; predicted: {likely}")
         if rest < seconds:
             say(f"--within: the run ends after about {clock(rest)}, with a pass over the text")
         if not held_out:
             say("--within: no validation data to check this estimate; set --val-fraction 0.1")
     uncounted, bits = compiled.begun - stage.begun, result.bits_per_byte
-    request = replace(request, given=given, expected_bits=bits, uncounted=uncounted)
+    request = replace(_timed(request, seconds, result.ensemble), expected_bits=bits, uncounted=uncounted)
     return replace(request, depth=result.depth, tokens=result.tokens)
+
+
+def _timed(request: RunRequest, seconds: float, size: int) -> RunRequest:
+    """Return the request with the time of each model of an ensemble of this size."""
+    minutes = member_seconds(seconds, size) / 60
+    given = {**request.given, "train_minutes": minutes, "within_minutes": minutes, "ensemble": size}
+    return replace(request, given=given)
 
 
 def _text(given: Mapping[str, Any]) -> tuple[Text, bool]:
@@ -107,8 +122,7 @@ def outcome(expected: float, run: Run) -> tuple[str, str]:
         fewer = f"{made:,} of about {count(t.steps, 'step')} were possible in the time"
         why.append(f"{fewer}; other programs may be using this machine")
     reached = run.bits_per_byte(best.loss) if best else None
-    known = [each.predicted for each in run.callbacks if isinstance(each, Forecast) and each.predicted]
-    bits, off = known[0] if known else (expected, UNMEASURED)
+    bits, off = _predicted(expected, run)
     if not bits or reached is None:
         return "note", "".join(why)
     trained = run.report.bits_per_byte(run.progress.loss)
@@ -120,6 +134,18 @@ def outcome(expected: float, run: Run) -> tuple[str, str]:
             why.append(f"the text was read {passes:.1f} times")
         why = why or ["this text is harder than the text the estimate is based on"]
     return "predicted", "; ".join([f"{bits_range(bits, off)} bits per byte, reached {reached:.2f}", *why])
+
+
+def outcome_of_ensemble(expected: float, run: Run, size: int, reached: float) -> str:
+    """Compare an ensemble with the prediction from its last run, or with `expected`, from before the run."""
+    alone, off = _predicted(expected / ensemble_factor(size), run)
+    return f"{bits_range(ensemble_factor(size) * alone, off)} bits per byte, reached {reached:.2f}"
+
+
+def _predicted(expected: float, run: Run) -> tuple[float, float]:
+    """Return the last prediction of a run's bits per byte, and its relative error."""
+    known = [each.predicted for each in run.callbacks if isinstance(each, Forecast) and each.predicted]
+    return known[0] if known else (expected, UNMEASURED)
 
 
 def _with_steps(request: RunRequest, stage: Stage, seconds: float, say: Say) -> RunRequest:
@@ -166,11 +192,11 @@ def _compiled(stage: Stage, configured: Callable[[], RunConfig], learns_bpe: boo
 
 
 def measured_choice(
-    request: RunRequest, stage: Stage, seconds: float, text: Text, say: Say
+    request: RunRequest, stage: Stage, seconds: float, text: Text, ensemble: int, say: Say
 ) -> tuple[Choice, float]:
     """Measure some depths and choose one. Return it, and the seconds of the run, which may need fewer.
 
-    Collective.
+    `ensemble`: the number of models; 0: choose. Collective.
     """
     comm, only, on_gpu = stage.comm, request.depth or 0, stage.on_gpu
     end, warm = stage.begun + KEPT * seconds, 0.0
@@ -181,7 +207,7 @@ def measured_choice(
 
         def decide() -> tuple[Choice, bool]:
             now = time.monotonic()
-            result = choose(max(1.0, end - now), speeds, text, only)
+            result = choose(max(1.0, end - now), speeds, text, only, ensemble)
             most = MOST_FOR_NEEDED if len(speeds) < NEEDED[on_gpu] else MOST_MEASURING
             return result, now - stage.begun - warm < most * seconds
 
@@ -202,7 +228,7 @@ def measured_choice(
         if not depths and choice.depth not in speeds:
             depths.append(choice.depth)
     used = on_root(comm, lambda: time.monotonic() - stage.begun)
-    needed = (used + choice.seconds) / KEPT
+    needed = (used + choice.ensemble * choice.seconds) / KEPT
     return choice, needed if needed < SHORTER * seconds else seconds
 
 

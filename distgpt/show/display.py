@@ -172,6 +172,7 @@ class TensorBoard(Listener):
 
     def started(self, facts: Facts) -> None:
         """Open a file for this start. A resumed run hides events after its first step."""
+        self.close()  # the file of an ensemble's previous model
         directory = Path(facts["directory"]) / "tensorboard"
         first_step = facts["first_step"]
         with storage_errors("write", directory):

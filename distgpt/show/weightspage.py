@@ -127,6 +127,7 @@ def _model(config: ModelConfig, tokenizer: Tokenizer | None) -> dict[str, Any]:
     windows = sum(window > 0 for window in config.windows)
     parts = [
         config.norm,
+        f"normalizes {config.norm_groups} groups of channels" * (config.norm_groups > 1),
         config.mlp,
         _positions(config),
         "biases" if config.bias else "biases of queries, keys and values" if config.qkv_bias else "no biases",

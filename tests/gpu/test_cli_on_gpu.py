@@ -107,7 +107,7 @@ def chosen_within(monkeypatch, seconds, cold):
     monkeypatch.setattr(within, "measured_speed", speed)
     monkeypatch.setattr(within, "time", SimpleNamespace(monotonic=lambda: now[0]))
     stage = GpuStage("cuda", SerialComm(), 0, device=SimpleNamespace(capability=(9, 0)), begun=1000.0)
-    choice, _ = within.measured_choice(RunRequest(), stage, seconds, text, lambda text: None)
+    choice, _ = within.measured_choice(RunRequest(), stage, seconds, text, 1, lambda text: None)
     return measured, choice
 
 

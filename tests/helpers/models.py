@@ -20,6 +20,7 @@ VARIANTS = {
     "tied": replace(BASE, tied=True),
     "bias without gain": replace(BASE, norm_gain=False),
     "no gain": replace(BASE, norm="rmsnorm", norm_gain=False, bias=False),
+    "groups of channels": replace(BASE, norm="rmsnorm", norm_gain=False, bias=False, norm_groups=4, embed_norm=True),
     "embed norm": replace(BASE, embed_norm=True),
     "microgpt": replace(
         BASE, embed_norm=True, final_norm=False, norm="rmsnorm", norm_gain=False, mlp="relu", bias=False
@@ -96,8 +97,9 @@ def plain_trace(c, params, tokens, begins=0):
     at = np.arange(len(tokens))
 
     def norm(name, x):
-        centred = x - x.mean(-1, keepdims=True) if c.norm == "layernorm" else x
-        y = centred / np.sqrt((centred**2).mean(-1, keepdims=True) + c.norm_eps)
+        grouped = x.reshape(len(x), c.norm_groups, -1)
+        centred = grouped - grouped.mean(-1, keepdims=True) if c.norm == "layernorm" else grouped
+        y = (centred / np.sqrt((centred**2).mean(-1, keepdims=True) + c.norm_eps)).reshape(x.shape)
         return y * p.get(f"{name}.w", 1) + p.get(f"{name}.b", 0)
 
     def linear(name, x):

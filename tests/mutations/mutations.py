@@ -43,6 +43,17 @@ _FAULTS = {
     ("core/model/optim.py", "core/model/test_model.py -k groups_have"): [
         ("tables decay at the peak rate", "lr * config.table_decay", "config.lr * config.table_decay")
     ],
+    ("models/ensemble.py", "recipes/test_ensemble.py -k averages"): [
+        ("the output layer adds up", " / np.float32(len(members))", ""),
+        ("q, k and v are one matrix", "in spec.matrices:", "in [spec.shape]:"),
+    ],
+    ("recipes/ensemble.py", "recipes/test_ensemble.py -k bitwise"): [
+        ("all models are equal", "seed + number - 1", "seed"),
+        ("an ensemble cannot grow", ".norm_groups == groups", ".norm_groups > 1"),
+    ],
+    ("inference/quantized/operands.py", "recipes/test_ensemble.py -k averages"): [
+        ("int8 reads another model's weights", "panel[first * size :]", "panel")
+    ],
     ("core/model/optim.py", _WIRED): [
         ("weights never decay", "1 - decay]", "1.0]"),
         ("decay at the peak rate", "rate * config.weight_decay", "config.lr * config.weight_decay"),

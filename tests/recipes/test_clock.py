@@ -222,7 +222,7 @@ def test_within_chooses_depth_and_ends_in_time(tmp_path):
 
 @pytest.mark.ci
 def test_within_does_not_overfit_a_short_file(tmp_path):
-    notes, t, metrics = within(resolve_data("story"), 600, tmp_path / "run", val_fraction=0.1)
+    notes, t, metrics = within(resolve_data("story"), 600, tmp_path / "run", val_fraction=0.1, ensemble=1)
     assert "the run ends after about 0:" in notes and t.epochs == scaling.EPOCHS
     assert metrics[-1]["step"] == t.steps  # its passes end it, not the clock
     assert "--val-fraction" not in notes and "predicted at the end" in notes

@@ -66,6 +66,9 @@ class ModelConfig:
     norm: str = of_model("layernorm", "Normalization layer.", choices=NORMS)
     norm_gain: bool = of_model(True, "Give norms a trained scale.")
     norm_eps: float = of_model(1e-5, "Epsilon added to the variance in norms.", above=0)
+    norm_groups: int = of_model(
+        1, "Normalize N equal parts of the channels separately, as an ensemble does.", low=1, most=64
+    )
     embed_norm: bool = of_model(False, "Normalize the embeddings.")
     final_norm: bool = of_model(True, "Normalize before the output layer.")
     mlp: str = of_model("gelu", "Activation function of the MLP.", choices=ACTIVATIONS)
@@ -137,6 +140,10 @@ class ModelConfig:
         check(self)
         if not self.head_dim and self.n_embd % self.n_head:
             raise UsageError(f"n_embd ({self.n_embd}) must be a multiple of n_head ({self.n_head})")
+        if self.n_embd % self.norm_groups:
+            raise UsageError(f"n_embd ({self.n_embd}) must be a multiple of norm_groups ({self.norm_groups})")
+        if self.norm_groups > 1 and (self.norm != "rmsnorm" or self.norm_gain):
+            raise UsageError("norm_groups requires norm = rmsnorm and norm_gain = false")
         if self.n_kv_head and self.n_head % self.n_kv_head:
             raise UsageError(f"n_head ({self.n_head}) must be a multiple of n_kv_head ({self.n_kv_head})")
         if self.init_weights == "bigrams" and (self.tied or not self.final_norm):
@@ -300,6 +307,9 @@ class TrainConfig:
         "Minutes set by --within. 0: it was not used.",
         low=0,
         most=1e7,
+    )
+    ensemble: int = of_schedule(
+        1, "Train N models with consecutive seeds, and average their predictions.", low=1, most=64
     )
     batch_size: int = of_optimizer(
         16, "Sequences per optimizer step, over all ranks.", low=1, most=1 << 32, first=True

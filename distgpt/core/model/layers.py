@@ -49,7 +49,7 @@ class Block:
     def __init__(self, config: ModelConfig, index: int, positions: Positions) -> None:
         name = f"blocks.{index}"
         width = config.n_embd
-        norm = NORMS[config.norm]
+        norm = norm_of(config)
         self.config = config
         self.positions = positions
         self.window = config.window_of(index)
@@ -431,7 +431,7 @@ class LayerNorm(Part):
         self.dwb = None if dw is None else Affine(dw, self.db)
 
     @classmethod
-    def stats(cls, kernels: Kernels, n: int) -> Stats:
+    def stats(cls, config: ModelConfig, kernels: Kernels, n: int) -> Stats:
         return Stats(kernels.accum_zeros(n) if cls.centred else None, kernels.accum_zeros(n))
 
     def forward(self, y: Floats2d, s: Floats2d, stats: Stats, x: Floats2d, r: Floats2d | None) -> None:
@@ -460,6 +460,38 @@ class RMSNorm(LayerNorm):
     """y = s / rms(s) · w, without mean and bias."""
 
     centred = False
+
+
+class GroupedRMSNorm(RMSNorm):
+    """An RMS norm without gain of each of `norm_groups` parts of the channels, as if each were a row."""
+
+    def __init__(self, name: str, config: ModelConfig) -> None:
+        super().__init__(name, config)
+        self.width = config.n_embd // config.norm_groups
+
+    @classmethod
+    def stats(cls, config: ModelConfig, kernels: Kernels, n: int) -> Stats:
+        return Stats(None, kernels.accum_zeros(n, config.norm_groups))
+
+    def forward(self, y: Floats2d, s: Floats2d, stats: Stats, x: Floats2d, r: Floats2d | None) -> None:
+        groups, flat = self._groups, Stats(None, stats.rstd.reshape(-1))
+        super().forward(groups(y), groups(s), flat, groups(x), groups(r))
+
+    def backward(
+        self,
+        dx: Floats2d,
+        y: Floats2d | None,
+        sums: Wide2d | None,
+        dy: Floats2d,
+        dres: Floats2d | None,
+        s: Floats2d,
+        stats: Stats,
+    ) -> None:
+        groups, flat = self._groups, Stats(None, stats.rstd.reshape(-1))
+        super().backward(groups(dx), groups(y), sums, groups(dy), groups(dres), groups(s), flat)
+
+    def _groups(self, x: Any) -> Any:
+        return None if x is None else x.reshape(-1, self.width)
 
 
 class Positions(Part):
@@ -538,6 +570,10 @@ NORMS = {"layernorm": LayerNorm, "rmsnorm": RMSNorm}
 POSITIONS = {"learned": LearnedPositions, "rope": Rope, "none": Positions}
 
 
+def norm_of(config: ModelConfig) -> type[LayerNorm]:
+    return NORMS[config.norm] if config.norm_groups == 1 else GroupedRMSNorm
+
+
 def activation_widths(config: ModelConfig) -> dict[str, int]:
     """Return the width of each LayerActivations array of type `dtype`, except `added`."""
     c = config.n_embd
@@ -550,14 +586,14 @@ def activation_widths(config: ModelConfig) -> dict[str, int]:
 
 def new_activations(config: ModelConfig, kernels: Kernels, n: int) -> LayerActivations:
     """Make the memory of the first layer for n rows."""
-    stats = NORMS[config.norm].stats
+    stats = norm_of(config).stats
     fuses = kernels.capabilities.fuses_residual
     heads = config.n_head + config.kv_heads
     return LayerActivations(
         **{name: kernels.zeros(n, width) for name, width in activation_widths(config).items()},
         added=None if fuses else kernels.zeros(n, config.n_embd),
-        stats1=stats(kernels, n),
-        stats2=stats(kernels, n),
+        stats1=stats(config, kernels, n),
+        stats2=stats(config, kernels, n),
         lse=kernels.accum_zeros(n, config.n_head),
         qk_rstd=kernels.accum_zeros(n, heads) if config.qk_norm else None,
     )

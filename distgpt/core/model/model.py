@@ -14,7 +14,6 @@ from distgpt.core.base.errors import UsageError
 from distgpt.core.comm.agree import collective_error
 from distgpt.core.config import ModelConfig
 from distgpt.core.model.layers import (
-    NORMS,
     POSITIONS,
     Block,
     Linear,
@@ -22,6 +21,7 @@ from distgpt.core.model.layers import (
     Positions,
     Tensors,
     initial_std,
+    norm_of,
 )
 from distgpt.core.model.memory import (
     EMBEDDING,
@@ -58,7 +58,7 @@ class Architecture:
         if config.vocab_size < 1:
             raise UsageError("vocab_size must be set to build a model")
         self.config = config
-        norm = NORMS[config.norm]
+        norm = norm_of(config)
         self.positions = POSITIONS[config.positions](config)
         self.blocks = [block(config, i, self.positions) for i in range(config.n_layer)]
         self.embed_norm = norm("embed_norm", config) if config.embed_norm else None
@@ -273,4 +273,4 @@ class Model:
 def miniature(config: ModelConfig) -> ModelConfig:
     """Return the config of a very small model that compiles the same loops."""
     short = replace(config, vocab_size=8, seq_len=8, n_layer=1)
-    return replace(short, n_head=1, n_kv_head=0, n_embd=16, head_dim=0, mlp_width=0)
+    return replace(short, n_head=1, n_kv_head=0, n_embd=16, head_dim=0, mlp_width=0, norm_groups=1)

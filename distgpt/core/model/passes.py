@@ -19,12 +19,12 @@ import numpy as np
 
 from distgpt.core.config import ModelConfig
 from distgpt.core.model.layers import (
-    NORMS,
     STATISTICS,
     SUMS,
     Scratch,
     more_activations,
     new_activations,
+    norm_of,
 )
 from distgpt.core.model.memory import PREVIOUS, Rows
 from distgpt.core.model.model import Model
@@ -71,13 +71,13 @@ class ModelActivations:
 
     @classmethod
     def zeros(cls, config: ModelConfig, kernels: Kernels, n: int) -> ModelActivations:
-        stats = NORMS[config.norm].stats
+        stats = norm_of(config).stats
         return cls(
             embedded=kernels.zeros(n, config.n_embd),
             previous=kernels.integers(np.zeros(n)) if config.previous_embedding else None,
-            embed_stats=stats(kernels, n),
+            embed_stats=stats(config, kernels, n),
             s=kernels.zeros(n, config.n_embd),
-            stats=stats(kernels, n),
+            stats=stats(config, kernels, n),
             hidden=kernels.zeros(n, config.n_embd),
             losses=kernels.accum_zeros(n),
         )

@@ -41,6 +41,7 @@ class RunDirectory:
         self.checkpoints = path / "checkpoints"
         self.weights = path / "weights.safetensors"
         self.best = path / "best.safetensors"
+        self.ensemble = path / "ensemble.safetensors"
         self.summary = path / "summary.json"
         self.lock = RunLock(path)
         self._unwritten: list[bytes] = []  # lines of metrics
@@ -100,7 +101,8 @@ class RunDirectory:
 
     def _left_behind(self) -> list[Path]:
         """List the unfinished files of a run that was killed while it started or wrote."""
-        files = (self.config, self.tokenizer, self.metrics, self.weights, self.best, self.summary)
+        weights = (self.weights, self.best, self.ensemble)
+        files = (self.config, self.tokenizer, self.metrics, self.summary, *weights)
         result = [path for file in files for path in unfinished_versions(file)]
         # The history starts before the configuration. Do not take another program's file of this name.
         if not self.config.exists() and self.history.is_file():

@@ -39,7 +39,7 @@ def weights_of(name: Path, fetches: bool = True) -> Path:
 
 
 def find_weights(path: Path) -> Path:
-    """Return a weights file. A run has its best weights, its last, or its latest valid checkpoint's.
+    """Return a weights file. A run has its ensemble, its best weights, its last, or its latest checkpoint's.
 
     If the path has a model in another format, a UsageError gives the import command.
     """
@@ -51,7 +51,7 @@ def find_weights(path: Path) -> Path:
                 raise StorageError(f"cannot read {path}: No such file or directory{nearest_path(path)}")
             return path
         run = RunDirectory(path)
-        for file in (run.best, run.weights) if run.config.is_file() else (path / WEIGHTS,):
+        for file in (run.ensemble, run.best, run.weights) if run.config.is_file() else (path / WEIGHTS,):
             if file.is_file():
                 return file
         if (path / "config.json").is_file():

@@ -216,9 +216,14 @@ def _element(w, column, k):
 
 @also_for(operands.multiply, **FORCED)
 def _multiply(rows, begin, end, a, panel, c, columns, bias, flags):
-    def by_blocks(rows, begin, end, a, panel, c, columns, bias, flags):
-        block = record_of(panel)[0]
-        blocks = (end - begin + block - 1) // block
-        blocks_tile(rows, blocks, a, a.strides[0], panel, c, c.strides[0], columns, bias, flags)
+    if panel.dtype not in _TILES:
+        return None
+    block = _BLOCKS[panel.dtype]
+    size = block * COLUMNS // (2 if panel.dtype == types.int8 else 1) + SCALES
 
-    return by_blocks if panel.dtype in _TILES else None
+    def by_blocks(rows, begin, end, a, panel, c, columns, bias, flags):
+        first, blocks = begin // block, (end - begin + block - 1) // block  # `begin` is a multiple of UNIT
+        own, out = a[:, first * record_of(a)[2] :], panel[first * size :]
+        blocks_tile(rows, blocks, own, a.strides[0], out, c, c.strides[0], columns, bias, flags)
+
+    return by_blocks

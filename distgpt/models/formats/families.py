@@ -170,6 +170,7 @@ class Family:
             "embed_norm": config.embed_norm and not _folds_embed_norm(config),
             "value_embeddings": config.value_embeddings,
             "previous_embedding": config.previous_embedding,
+            "norm_groups": config.norm_groups > 1,
             "window": any(config.windows) and self.windows == "none",
             "full_every": some_windows and self.windows == "all",
             "n_kv_head": self.is_gpt2 and config.kv_heads < config.n_head,

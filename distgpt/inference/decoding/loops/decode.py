@@ -41,6 +41,7 @@ class Kind(NamedTuple):
     embed_norm: bool
     final_norm: bool
     norm_eps: float
+    norm_groups: int
     qk_norm: bool
     act: int  # one of NUMBERS
 
@@ -104,7 +105,7 @@ def decode(thread, n_threads, tokens, feeds, logits, packed):
             arrivals = wait_for_all(counter, arrivals, n_threads)
         _normed(first, last, kind, weights.norms[2 * i], s, rows.att, rows.a)
         arrivals = wait_for_all(counter, arrivals, n_threads)
-        _linear(threads, n, width, kind.qkv_width, rows.a, weights.qkv, i, rows.qkv, BIAS)
+        _linear(threads, n, kind.qkv_width, rows.a, weights.qkv, i, rows.qkv, BIAS)
         if weights.values.shape[0] and (layers - 1 - i) % 2 == 0:  # see ModelConfig.value_layers
             _add_values(threads, kind, weights.values[i // 2], work.tokens, rows.qkv)
         arrivals = wait_for_all(counter, arrivals, n_threads)
@@ -118,13 +119,13 @@ def decode(thread, n_threads, tokens, feeds, logits, packed):
                 _to_the_front(s, work.wanted, width)
         _attended(first, last, heads, rows, work.wanted, ends)
         arrivals = wait_for_all(counter, arrivals, n_threads)
-        _linear(threads, n, heads, width, rows.a, weights.out, i, s, ADD)
+        _linear(threads, n, width, rows.a, weights.out, i, s, ADD)
         arrivals = wait_for_all(counter, arrivals, n_threads)
         _normed(first, last, kind, weights.norms[2 * i + 1], s, rows.att, rows.a)
         arrivals = wait_for_all(counter, arrivals, n_threads)
         _expand(threads, n, kind, weights, rows, i)
         arrivals = wait_for_all(counter, arrivals, n_threads)
-        _linear(threads, n, kind.hidden, width, rows.h, weights.proj, i, s, ADD)
+        _linear(threads, n, width, rows.h, weights.proj, i, s, ADD)
     arrivals = wait_for_all(counter, arrivals, n_threads)
     if kind.final_norm:
         _normed(first, last, kind, weights.norms[2 * layers + 1], s, rows.att, rows.last)
@@ -132,7 +133,8 @@ def decode(thread, n_threads, tokens, feeds, logits, packed):
         for row in range(first, last):
             put_row(rows.last[row], s[row], 0, width)
     arrivals = wait_for_all(counter, arrivals, n_threads)
-    _columns(threads, n, width, kind.vocab_size, rows.last, weights.head, logits, rows.s[0], 0)
+    head, inputs = weights.head, weights.head_inputs
+    _columns(threads, n, kind.vocab_size, rows.last, head, inputs, logits, rows.s[0], 0)
 
 
 @inline
@@ -162,10 +164,10 @@ def _embed(first, last, kind, weights, s, work):
 @inline
 def _expand(threads, n, kind, weights, rows, i):
     """Compute a thread's columns of the first half of an MLP: fc, gates, activation."""
-    width, hidden = kind.n_embd, kind.hidden
-    _linear(threads, n, width, hidden, rows.a, weights.fc, i, rows.pre, BIAS, UNIT)
+    hidden = kind.hidden
+    _linear(threads, n, hidden, rows.a, weights.fc, i, rows.pre, BIAS, UNIT)
     if kind.gated:
-        _linear(threads, n, width, hidden, rows.a, weights.gates, i, rows.gates, BIAS, UNIT)
+        _linear(threads, n, hidden, rows.a, weights.gates, i, rows.gates, BIAS, UNIT)
     _activate(threads, n, kind, rows)
 
 
@@ -197,12 +199,12 @@ def _to_the_front(s, rows, width):
 
 
 @inline
-def _linear(threads, n, k, columns, a, layer, i, c, flags, unit=COLUMNS):
-    _columns(threads, n, k, columns, a, layer.w[i], c, layer.bias[i], flags, unit)
+def _linear(threads, n, columns, a, layer, i, c, flags, unit=COLUMNS):
+    _columns(threads, n, columns, a, layer.w[i], layer.inputs, c, layer.bias[i], flags, unit)
 
 
 @inline
-def _columns(threads, n, k, columns, a, w, c, bias, flags, unit=COLUMNS):
+def _columns(threads, n, columns, a, w, inputs, c, bias, flags, unit=COLUMNS):
     """A thread's columns of c ← [c +] a wᵀ [+ bias], a few panels at a time for all rows, k in parts."""
     begin, end = _own_columns(threads, columns, unit)
     longest, most = at_once(w)
@@ -210,8 +212,10 @@ def _columns(threads, n, k, columns, a, w, c, bias, flags, unit=COLUMNS):
     group = COLUMNS if strips <= 1 else GROUP * COLUMNS
     for left in range(begin, end, group):
         right = min(left + group, end)
-        for low in range(0, k, longest):
-            high, how = min(low + longest, k), flags if low == 0 else ACCUMULATE
+        one, other = inputs[left // COLUMNS], inputs[(right - 1) // COLUMNS]
+        start, k = min(one[0], other[0]), max(one[1], other[1])
+        for low in range(start, k, longest):
+            high, how = min(low + longest, k), flags if low == start else ACCUMULATE
             for strip in range(strips):
                 top, bottom = part((strip, strips), n)
                 for column in range(left, right, COLUMNS):
@@ -249,8 +253,16 @@ def _activate(threads, n, kind, rows):
 
 @inline
 def norm_row(kind, norm, x, y):
-    """y ← (x - mean) / std · gain + bias; RMS norm has no mean."""
-    width, gain, bias = x.shape[0], norm[0], norm[1]
+    """y ← (x - mean) / std · gain + bias for each group of channels; RMS norm has no mean."""
+    width = x.shape[0] // kind.norm_groups
+    for at in range(0, x.shape[0], width):
+        end = at + width
+        _norm_group(kind, norm[0, at:end], norm[1, at:end], x[at:end], y[at:end])
+
+
+@inline
+def _norm_group(kind, gain, bias, x, y):
+    width = x.shape[0]
     share, mean, square = np.float32(1 / width), np.float32(0), np.float32(0)
     if kind.centred:
         for j in range(width):

@@ -23,10 +23,14 @@ from distgpt.inference.decoding.loops.operands import UNIT
 
 
 class Layer(NamedTuple):
-    """A linear layer of every block: w (layers, panels, elements of a panel), bias (layers, columns)."""
+    """A linear layer of every block: w (layers, panels, elements of a panel), bias (layers, columns).
+
+    `inputs`, int64 (panels, 2): the range of inputs of each panel. In an ensemble, all others have weight 0.
+    """
 
     w: Array
     bias: Array
+    inputs: Array
 
 
 class Weights(NamedTuple):
@@ -40,6 +44,7 @@ class Weights(NamedTuple):
     norms: Array  # (2 layers + 2, 2, C): gain and bias; the last two are embedding norm and final norm
     head_gains: Array  # (2, layers, head): gains of queries and keys; 0 layers if there are none
     head: Array  # (panels, elements of a panel)
+    head_inputs: Array  # like Layer.inputs
     embedding: Array  # like head, and the same memory if they are tied
     previous: Array  # embedding of previous tokens, without panels if there is none
     values: Array  # value embeddings of the layers that have them, as Layer.w
@@ -84,7 +89,7 @@ def packed_weights(
     def matrix(name: str, rows: int) -> Any:
         return packed([params[name]], 1, [rows])[0][0]
 
-    def layers(name: str, *rows: int) -> list[Layer]:
+    def layers(name: str, *rows: int, inputs: Array) -> list[Layer]:
         """Pack a matrix of each block, split by rows into layers."""
         ws = packed((params[f"{each}.{name}.w"] for each in block), len(block), rows)
         bias = np.zeros((len(block), sum(rows)), np.float32)
@@ -94,23 +99,26 @@ def packed_weights(
         ends = np.cumsum(rows)
         parts = [bias[:, end - count : end] for end, count in zip(ends, rows, strict=True)]
         padded = [np.pad(part, ((0, 0), (0, _up(part.shape[1]) - part.shape[1]))) for part in parts]
-        return [Layer(w, b) for w, b in zip(ws, padded, strict=True)]
+        return [Layer(w, b, inputs) for w, b in zip(ws, padded, strict=True)]
 
     head = matrix("wte" if config.tied else "head.w", vocab)
     embedding = head if config.tied else matrix("wte", vocab)
-    fc, *gates = layers("mlp.fc", *[config.hidden] * (2 if gated else 1))
-    (qkv,) = layers("attn.qkv", config.qkv_width)
-    (out,) = layers("attn.proj", c)
-    (proj,) = layers("mlp.proj", c)
+    q, kv = config.attention_width, config.kv_heads * config.head_size
+    inputs = partial(_inputs, config.norm_groups)
+    fc, *gates = layers("mlp.fc", *[config.hidden] * (2 if gated else 1), inputs=inputs(c, config.hidden))
+    (qkv,) = layers("attn.qkv", config.qkv_width, inputs=inputs(c, q, kv, kv))
+    (out,) = layers("attn.proj", c, inputs=inputs(q, c))
+    (proj,) = layers("mlp.proj", c, inputs=inputs(config.hidden, c))
     return Weights(
         qkv=qkv,
         out=out,
-        gates=gates[0] if gated else Layer(fc.w[:, :0], fc.bias[:, :0]),
+        gates=gates[0] if gated else Layer(fc.w[:, :0], fc.bias[:, :0], fc.inputs),
         fc=fc,
         proj=proj,
         norms=_norms(config, params, block),
         head_gains=_head_gains(config, params, block),
         head=head,
+        head_inputs=_inputs(1, c, vocab),
         embedding=embedding,
         previous=matrix(PREVIOUS, vocab) if config.previous_embedding else head[:0],
         values=_values(config, params, packed) if config.value_layers else head[None][:0],
@@ -119,6 +127,15 @@ def packed_weights(
         cos=np.zeros((1, 0), np.float32) if angles is None else angles.cos,
         sin=np.zeros((1, 0), np.float32) if angles is None else angles.sin,
     )
+
+
+def _inputs(groups: int, k: int, *heights: int) -> Array:
+    """Return `Layer.inputs` of matrices with these heights and k inputs, in whole units."""
+    group = np.concatenate([np.arange(height) * groups // height for height in heights])
+    first = np.arange(0, len(group), COLUMNS)
+    low = np.minimum.reduceat(group, first) * k // groups // UNIT * UNIT
+    high = -(-(np.maximum.reduceat(group, first) + 1) * k // groups // UNIT) * UNIT
+    return np.stack([low, np.minimum(high, k)], axis=1)
 
 
 def _values(config: ModelConfig, params: Mapping[str, Array], packed: Callable[..., list[Array]]) -> Array:
