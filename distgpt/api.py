@@ -8,6 +8,7 @@ import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from functools import partial
 from os import PathLike
 from pathlib import Path
 from types import TracebackType
@@ -23,7 +24,7 @@ from distgpt.core.comm.job import this_job
 from distgpt.core.components import Components, components, install
 from distgpt.core.config import AUTO_DTYPE, DEFAULT_TEMPERATURE, ModelConfig, RunConfig, TrainConfig
 from distgpt.core.config.presets import preset
-from distgpt.core.config.run_request import RunRequest, asked_for
+from distgpt.core.config.run_request import asked_for
 from distgpt.core.cpu.stages import Stage, connected, open_stage
 from distgpt.core.data.batches import rank_sequences
 from distgpt.core.data.loading import DataRequest, load_corpus
@@ -130,7 +131,10 @@ def init(
 
 @dataclass(frozen=True, slots=True)
 class Trained:
-    """A finished run: the model, the lines of its metrics.jsonl since this call, and its directory."""
+    """A finished run: the model, the lines of its metrics.jsonl since this call, and its directory.
+
+    With an ensemble, the lines are those of all models.
+    """
 
     model: GPT
     metrics: list[dict[str, Any]] = field(repr=False)
@@ -170,19 +174,24 @@ def train(
         directory=RunDirectory(plan.directory.path.absolute()),
         checkpoint=plan.checkpoint and plan.checkpoint.absolute(),
     )
-    if plan.config.train.ensemble > 1:
-        return _train_ensemble(plan, ready, told)
-    if plan.is_finished:
-        leave_finished(ready.comm, plan.directory, plan.config.train, plan.state.seconds, told.noted)
-        dtype = plan.config.train.dtype
-        model, description, _, _ = open_model(ready, plan.directory.weights, dtype)
-        return Trained(GPT(model, description, ready.comm), [], plan.directory.path)
-    run = _train_one(plan, ready, told)
-    trained = GPT(run.model, run.checkpoints.description, ready.comm)
-    return Trained(trained, told.metrics, run.directory.path)
+    t, weights = plan.config.train, plan.directory.weights
+    if t.ensemble > 1:
+        from distgpt.recipes.ensemble import train_ensemble
+
+        weights = plan.directory.ensemble
+        if result := train_ensemble(plan, ready, partial(_train_planned, told), told.noted):
+            model = GPT(result.model, result.description, ready.comm)
+            return Trained(model, told.metrics, plan.directory.path)
+    elif not plan.is_finished:
+        run = _train_planned(told, plan, ready)
+        model = GPT(run.model, run.checkpoints.description, ready.comm)
+        return Trained(model, told.metrics, plan.directory.path)
+    leave_finished(ready.comm, plan.directory, t, plan.state.seconds, told.noted)
+    finished, description, _, _ = open_model(ready, weights, t.dtype)
+    return Trained(GPT(finished, description, ready.comm), [], plan.directory.path)
 
 
-def _train_one(plan: Plan, ready: Stage, told: _Told) -> Run:
+def _train_planned(told: _Told, plan: Plan, ready: Stage) -> Run:
     try:
         run = open_run(plan, ready, told)
         train_run(run)
@@ -190,20 +199,6 @@ def _train_one(plan: Plan, ready: Stage, told: _Told) -> Run:
         if ready.comm.rank == 0:
             plan.directory.lock.release()
     return run
-
-
-def _train_ensemble(plan: Plan, ready: Stage, told: _Told) -> Trained:
-    from distgpt.recipes.ensemble import refuse_impossible, train_others
-
-    def train_one(request: RunRequest, stage: Stage, note: str) -> Run | None:
-        told.noted(note)
-        each = make_plan(stage, request, told.noted)
-        return None if each.is_finished else _train_one(each, stage, told)
-
-    refuse_impossible(ready.comm, plan)
-    first = None if plan.is_finished else _train_one(plan, ready, told)
-    result = train_others(plan, first, ready, train_one)
-    return Trained(GPT(result.model, result.description, ready.comm), told.metrics, plan.directory.path)
 
 
 def _ignore(about: object) -> None: ...

@@ -63,15 +63,15 @@ class Exporter(CollectorRegistry, Listener):
     def __init__(self) -> None:
         super().__init__()
         self._run: dict[str, str] = {}
-        self._step: Metrics = {}
-        self._evaluation: Metrics = {}
-        self._skipped = 0
         self._exit_code: int | None = None
 
     def started(self, facts: Facts) -> None:
         directory = Path(facts["directory"]).absolute()
         self._checkpoints = directory / "checkpoints"
         self._began = time.time()
+        self._step: Metrics = {}
+        self._evaluation: Metrics = {}
+        self._skipped = 0
         self._last_step: int | None = None if facts.get("seconds") else facts["steps"]
         job = (this_job().batch or {}).get("id", "")
         about = {"stage": facts["stage"], "ranks": facts["ranks"], "version": __version__, "job": job}

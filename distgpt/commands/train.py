@@ -157,22 +157,25 @@ def train(
     end = job.end(time_limit)
     ready = open_stage(stage, threads, gpu)
 
+    from distgpt.core.train.plan import make_plan
     from distgpt.core.train.run import Limits
+    from distgpt.recipes import followed
 
     limits = Limits(end, stall_timeout, stall_abort)
     shown = _listeners(ready.comm, display)
-    result = None
+    result = run = None
     try:
-        plan, run, request = _train_one(request, ready, limits, shown, dry_run)
-        if plan.config.train.ensemble > 1 and not dry_run:
-            from distgpt.recipes.ensemble import is_complete, train_others
+        request = followed(request, ready, shown.noted)
+        plan = make_plan(ready, request, shown.noted)
+        train_planned = partial(_train_planned, shown, limits)
+        if plan.config.train.ensemble > 1:
+            from distgpt.recipes.ensemble import train_ensemble
 
-            def train_one(each: RunRequest, stage: Stage, note: str) -> Run | None:
-                shown.noted(note)
-                return _train_one(each, stage, limits, shown, first=plan.directory.path)[1]
-
-            if run or not is_complete(ready.comm, plan):
-                result = train_others(plan, run, ready, train_one)
+            result = train_ensemble(plan, ready, train_planned, shown.noted)
+        elif not dry_run and not plan.is_finished:
+            run = train_planned(plan, ready)
+        if not result and not run:
+            _leave(plan, ready, shown, dry_run)
     finally:
         shown.close()
     if ready.comm.rank == 0 and result:
@@ -181,56 +184,33 @@ def train(
         _report(run, request, as_json)
 
 
-def _train_one(
-    request: RunRequest,
-    ready: Stage,
-    limits: Limits,
-    shown: Listeners,
-    dry_run: bool = False,
-    first: Path | None = None,
-) -> tuple[Plan, Run | None, RunRequest]:
-    """Train a model. Return its plan, its run (None if it was finished), and the request after its recipes.
-
-    `first`: the directory of an ensemble's first model, if this is another one. Collective.
-    """
+def _train_planned(shown: Listeners, limits: Limits, plan: Plan, ready: Stage) -> Run:
+    """Train a model. Collective."""
     from distgpt.core.train.loop import train as train_run
-    from distgpt.core.train.plan import make_plan
     from distgpt.core.train.setup import open_run
     from distgpt.core.train.summary import how_to_resume
-    from distgpt.recipes import followed
 
-    plan = run = None
+    run = None
 
     def remove_unbegun() -> None:
-        if plan and not plan.checkpoint and not (run and run.progress.step):
+        if not plan.checkpoint and not (run and run.progress.step):
             plan.directory.remove_unbegun()
 
     interrupts.before_leaving.append(remove_unbegun)
     try:
-        request = followed(request, ready, shown.noted)
-        plan = make_plan(ready, request, shown.noted)
-        is_finished = plan.is_finished
-        if plan.config.train.ensemble > 1:
-            from distgpt.recipes.ensemble import is_complete, refuse_impossible
-
-            refuse_impossible(ready.comm, plan)
-            is_finished = is_complete(ready.comm, plan)
-        if (dry_run or is_finished) and not first:
-            _leave(plan, ready, shown, dry_run)
-        elif not plan.is_finished:
-            run = open_run(plan, ready, shown, limits)
-            train_run(run)
+        run = open_run(plan, ready, shown, limits)
+        train_run(run)
     except KeyboardInterrupt as interrupt:
         shown.close()
         if run:
-            interrupt.add_note(how_to_resume(run, first))
+            interrupt.add_note(how_to_resume(run))
         remove_unbegun()
         raise
     finally:
         interrupts.before_leaving.remove(remove_unbegun)
-        if plan and ready.comm.rank == 0:  # before training: MPI's abort skips all other cleanup
+        if ready.comm.rank == 0:  # before training: MPI's abort skips all other cleanup
             plan.directory.lock.release()
-    return plan, run, request
+    return run
 
 
 def _leave(plan: Plan, stage: Stage, shown: Listeners, dry_run: bool) -> None:
@@ -322,13 +302,15 @@ def _report_ensemble(
 
     size, path, run = plan.config.train.ensemble, plan.directory.ensemble, result.last
     if run:
-        _show_sample(sample(result.model, run.tokenizer, 0, 240), run.progress.step, as_json)
-    show("ensemble", f"{count(size, 'model')} in {clock(seconds)}")
+        _show_sample(sample(result.model, run.tokenizer, 0, 240).strip(), run.progress.step, as_json)
     if result.loss is not None and run and (bits := run.bits_per_byte(result.loss)):
-        alone = " to ".join(f"{loss:.4f}" for loss in sorted({min(result.losses), max(result.losses)}))
-        show("loss", f"validation {loss_and_bits(result.loss, bits)}; of each model alone {alone}")
+        ends = sorted(result.losses)[:: max(1, len(result.losses) - 1)]  # the lowest and the highest
+        alone = f"; of each model alone {' to '.join(f'{loss:.4f}' for loss in ends)}" if ends else ""
+        show("losses", f"validation {loss_and_bits(result.loss, bits)}{alone}")
         if request.expected_bits:
             show("predicted", outcome_of_ensemble(request.expected_bits, run, size, bits))
+    took = f"{clock(seconds)} for {count(result.trained, 'model')}"
+    show("took", took if result.trained == size else f"{took} of {size}")
     show("weights", str(path))
     click.echo(f"next      {escape(command_line('infer', '--weights', path))}")
 

@@ -90,8 +90,9 @@ def joined(spec: Spec, members: Sequence[Array]) -> Array:
 
 
 def _own_weights(member: Path) -> Path:
-    best = RunDirectory(member).best
-    return best if best.is_file() else find_weights(member)
+    run = RunDirectory(member)
+    own = (file for file in (run.best, run.weights) if file.is_file())
+    return next(own, None) or find_weights(member)
 
 
 def _vocabulary(about: Description) -> str:

@@ -30,6 +30,7 @@ from distgpt.corpora.mixture import paths_of
 from distgpt.corpora.tokenizers.bpe import LARGE, learned_size
 from distgpt.recipes.depth import difficulty, holds_out, text_of, titled
 from distgpt.recipes.derived import configured
+from distgpt.recipes.ensemble import is_possible
 from distgpt.recipes.scaling import Choice, Text, choose, ensemble_factor, member_seconds
 
 STEP_SECONDS = 1.5  # timing of one depth
@@ -58,11 +59,17 @@ def with_clock(request: RunRequest, stage: Stage, say: Say) -> RunRequest:
     once per machine and would take 1/3 of a one-minute run. Collective.
     """
     seconds = parse_duration(str(request.within))
-    before = on_root(stage.comm, lambda: saved_run(request))
-    usual = before.train.ensemble if before else int(bool(request.family))  # other programs have no ensembles
-    size = request.settings().get("ensemble", usual)  # 0: choose
-    SETTINGS["ensemble"].check("ensemble", size or 1)
-    assert isinstance(size, int)
+
+    def models() -> int:
+        """Return the number of models of an ensemble; 0: choose."""
+        before = saved_run(request)
+        usual = before.train.ensemble if before else int(bool(request.family))  # others have no ensembles
+        given = request.settings().get("ensemble", usual)
+        SETTINGS["ensemble"].check("ensemble", given or 1)
+        assert isinstance(given, int)
+        return given
+
+    size = on_root(stage.comm, models)
     request = replace(titled(_timed(request, seconds, size or 1)), within=None)
 
     def chooses() -> bool:
@@ -78,6 +85,8 @@ def with_clock(request: RunRequest, stage: Stage, say: Say) -> RunRequest:
         return _run(request, stage, request.depth or 1, FIRST_TOKENS[stage.on_gpu], text)
 
     compiled = _compiled(stage, smallest, bool(learned_size(text.tokenizer)), say)
+    if size == 0 and not is_possible(smallest()):
+        size = 1
     result, rest = measured_choice(request, compiled, seconds, text, size, say)
     if stage.comm.rank == 0:
         read = f"{result.tokens / 1e6:.2g} M tokens"

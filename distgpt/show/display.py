@@ -62,7 +62,11 @@ class Live(Lines):
 
     def __init__(self, seconds: float | None = None) -> None:
         super().__init__(seconds)
-        self._line, self._validation = LineInPlace(self.stream), ""
+        self._line = LineInPlace(self.stream)
+
+    def started(self, facts: Facts) -> None:
+        self._validation = ""
+        super().started(facts)
 
     def say(self, text: str) -> None:
         self._line.end(is_kept=False)

@@ -57,6 +57,14 @@ def log_mean(logits):
     return mean - np.logaddexp.reduce(mean, -1, keepdims=True)
 
 
+def refuse_other_scores(weights, tokens, expected):
+    """Compare the log-probabilities of decoders, which skip inputs with weight 0."""
+    for dtype, close in (("float32", 1e-4), ("bfloat16", 0.01), ("int8", 0.02)):
+        sample = library.load(weights, dtype=dtype).generate(tokens.tolist(), 1, logprobs=1, prompt_logprobs=True)
+        scored = [each.logprob for each in sample.prompt_likelihoods[1:]]
+        np.testing.assert_allclose(scored, expected[np.arange(23), tokens[1:]], atol=close, err_msg=dtype)
+
+
 @pytest.mark.smoke
 def test_ensemble_averages_predictions(members, tmp_path):
     out = tmp_path / "ensemble.safetensors"
@@ -65,12 +73,15 @@ def test_ensemble_averages_predictions(members, tmp_path):
     ensemble, models = library.load(out), [library.load(path) for path in members]
     expected = log_mean([plain_logits(each.config, each.parameters(), tokens) for each in models])
     assert log_mean([ensemble.logits(tokens).astype(float)]) == pytest.approx(expected, abs=1e-4)
-    # Decoders read only the members' own inputs of each matrix.
-    for dtype, close in (("float32", 1e-4), ("bfloat16", 0.01), ("int8", 0.02)):
-        sample = library.load(out, dtype=dtype).generate(tokens.tolist(), 1, logprobs=1, prompt_logprobs=True)
-        scored = [each.logprob for each in sample.prompt_likelihoods[1:]]
-        np.testing.assert_allclose(scored, expected[np.arange(23), tokens[1:]], atol=close, err_msg=dtype)
+    refuse_other_scores(out, tokens, expected)
     assert "3 groups of channels" in succeeded("weights", "info", out).stdout
+    # Training connects the models, in one matrix after another.
+    rng, trained = np.random.default_rng(1), tmp_path / "trained.safetensors"
+    for name in ("blocks.2.attn.qkv.w", "blocks.0.attn.proj.w", "blocks.1.mlp.fc.w", "blocks.1.mlp.proj.w"):
+        w = ensemble.parameters()[name]
+        w += 0.05 * rng.standard_normal(w.shape)
+        ensemble.save(trained)
+        refuse_other_scores(trained, tokens, log_mean([ensemble.logits(tokens).astype(float)]))
 
 
 def test_ensembles_of_ensembles(members, tmp_path):
@@ -120,8 +131,21 @@ def test_ensemble_resumes_bitwise_identical(tmp_path, monkeypatch):
     assert out.read_bytes() == written[0]
     scored = succeeded("eval", "--weights", whole, "--val", "story", "--threads", "1").stdout
     assert "bits per byte" in scored
-    larger = succeeded("train", "--out", whole, "--resume", "auto", "--threads", "1", "--set", "ensemble=3").stdout
-    assert "model 3 of 3" in larger and "3 models in" in larger
+    resume = ("train", "--out", whole, "--resume", "auto", "--threads", "1")
+    larger = succeeded(*resume, "--set", "ensemble=3").stdout
+    assert "model 3 of 3" in larger and re.search("took .* for 1 model of 3", larger)
+    again = succeeded(*resume).stdout  # the setting is kept
+    assert "is finished; nothing was changed" in again
+    with monkeypatch.context() as patched:
+        at_call(patched, Step, "launch", 1, signal.SIGTERM)
+        assert inside(*resume, "--steps", "8").returncode == 143
+    assert not (whole / "ensemble.safetensors").exists()  # its first model has changed
+    longer = succeeded(*resume).stdout
+    assert longer.count("resuming from") == 3 and re.search("took .* for 3 models", longer)
+    branch = succeeded(
+        "train", "--resume", whole, "--out", tmp_path / "branch", "--steps", "9", "--threads", "1"
+    ).stdout
+    assert "model 2" not in branch and library.load(tmp_path / "branch").config.norm_groups == 1
 
 
 def test_python_trains_an_ensemble(tmp_path):
@@ -129,15 +153,35 @@ def test_python_trains_an_ensemble(tmp_path):
     trained = library.train("tiny", **settings, ensemble=2, out=tmp_path / "run")
     assert trained.model.config.norm_groups == 2 and trained.directory == tmp_path / "run"
     assert [line["step"] for line in trained.metrics if "loss" in line] == [1, 2, 3, 4] * 2
+    notes = []
+    again = library.train(out=tmp_path / "run", resume="auto", threads=1, on_note=notes.append)
+    assert "is finished" in notes[-2] and again.metrics == [] and again.model.config.norm_groups == 2
+    grown = library.train(out=tmp_path / "run", resume="auto", threads=1, ensemble=3)  # without held-out text
+    assert grown.model.config.norm_groups == 3 and len(grown.metrics) == 4
 
 
 @pytest.mark.parametrize("words, why", [
     (("--preset", "gpt2", "--n-layer", "1"), "untied output layer"),
     (("--preset", "tiny", "--set", "ensemble=65"), "ensemble"),
+    (("--preset", "tiny", "--set", f"seed={2**63 - 1}"), "seed"),
 ])  # fmt: skip
 def test_impossible_ensembles_are_refused(words, why, tmp_path):
     refused(inside("train", "--set", "ensemble=2", *words, "--out", tmp_path / "run"), 2, why)
     assert not (tmp_path / "run").exists()
+
+
+def test_directories_of_other_runs_are_refused(tmp_path):
+    """At the start, not after the first model."""
+    other = tmp_path / "run-member-2"
+    other.mkdir()
+    refused(inside("train", *SHORT, "--out", tmp_path / "run"), 2, f"{other} already exists")
+    assert not (tmp_path / "run").exists()
+
+
+def test_within_trains_one_model_if_others_cannot_be_averaged():
+    words = ("estimate", "--threads", "1", "--data", "story", "--depth", "1", "--within", "3m")
+    assert "an ensemble of" in succeeded(*words).stderr
+    assert "an ensemble of" not in succeeded(*words, "--tied").stderr
 
 
 @pytest.mark.smoke
@@ -145,7 +189,7 @@ def test_ranks_train_an_ensemble(tmp_path):
     out = tmp_path / "run"
     words = (*SHORT, "--batch-size", "4", "--stage", "mpi", "--out", out)
     said = succeeded("train", *words, by=distgpt, ranks=2).stdout
-    assert said.count("2 models in") == 1 and library.load(out).config.norm_groups == 2
+    assert said.count("for 2 models") == 1 and library.load(out).config.norm_groups == 2
 
 
 def test_short_texts_get_ensembles():

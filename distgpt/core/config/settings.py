@@ -67,7 +67,7 @@ class ModelConfig:
     norm_gain: bool = of_model(True, "Give norms a trained scale.")
     norm_eps: float = of_model(1e-5, "Epsilon added to the variance in norms.", above=0)
     norm_groups: int = of_model(
-        1, "Normalize N equal parts of the channels separately, as an ensemble does.", low=1, most=64
+        1, "Normalize N equal parts of the channels separately. Set by weights ensemble.", low=1, most=64
     )
     embed_norm: bool = of_model(False, "Normalize the embeddings.")
     final_norm: bool = of_model(True, "Normalize before the output layer.")

@@ -463,7 +463,7 @@ class RMSNorm(LayerNorm):
 
 
 class GroupedRMSNorm(RMSNorm):
-    """An RMS norm without gain of each of `norm_groups` parts of the channels, as if each were a row."""
+    """An RMS norm without gain of each of `norm_groups` parts of the channels, treating each as a row."""
 
     def __init__(self, name: str, config: ModelConfig) -> None:
         super().__init__(name, config)

@@ -31,8 +31,10 @@ from distgpt.core.saved.run_lock import RunLock
 class RunDirectory:
     """The files of a run, by name."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, resumed_by: Path | None = None) -> None:
+        """`resumed_by`: the --out that resumes the run; default: `path`."""
         self.path = path
+        self.resumed_by = resumed_by or path
         self.config = path / "config.toml"
         self.tokenizer = path / "tokenizer.json"
         self.metrics = path / "metrics.jsonl"
@@ -153,6 +155,7 @@ class RunDirectory:
                         file.write(text.encode())
                 if not fresh:
                     self.drop_metrics_after(step, owes_evaluation)  # they are repeated
+                    self.ensemble.unlink(missing_ok=True)  # until all its models are finished again
                     if self.finished_at() not in (None, step):  # the run resumes before its end
                         self.summary.unlink(missing_ok=True)
             except UsageError:  # another process holds the directory, so keep it

@@ -162,7 +162,7 @@ class Lines(Listener):
         return AT_FIRST if time.monotonic() - self._begun < BEGINNING else LATER
 
     def started(self, facts: Facts) -> None:
-        self._end = Remaining(facts)
+        self._end, self._speed = Remaining(facts), Speed()
         self.say(summary(facts))
 
     def _is_due(self, metrics: Metrics) -> bool:

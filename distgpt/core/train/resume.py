@@ -69,8 +69,8 @@ def find_run(resume: str, out: Path | None, name: str, say: Say) -> Resumption:
             raise UsageError(f"--resume {resume} is not in a run directory; set --out")
         return Resumption(RunDirectory(out or own.path), own.saved(), checkpoint)
     assert checkpoint is not None
-    held = read_description(checkpoint / "weights.safetensors")
-    return Resumption(RunDirectory(out), held.run, checkpoint, in_place=False)
+    held = read_description(checkpoint / "weights.safetensors").run.with_values({"ensemble": 1})
+    return Resumption(RunDirectory(out), held, checkpoint, in_place=False)
 
 
 def saved_run(request: RunRequest) -> RunConfig | None:
@@ -160,6 +160,7 @@ def leave_finished(comm: Comm, directory: RunDirectory, t: TrainConfig, seconds:
 
 def _done_and_more(t: TrainConfig, spent: float) -> tuple[str, list[str]]:
     """Describe a finished run, and return an option for twice as much."""
+    spent *= t.ensemble
     if time_is_over(spent, t):
         return f"its {typed_duration(spent)} have elapsed", ["--within", typed_duration(2 * spent)]
     if t.epochs:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import shlex
 from contextlib import suppress
-from pathlib import Path
 from types import TracebackType
 
 from distgpt.core.base.errors import DistgptError
@@ -101,10 +100,10 @@ def _found(run: Run, stop: str) -> dict[str, object]:
     return result
 
 
-def how_to_resume(run: Run, named: Path | None = None) -> str:
-    """Describe to the user how to resume an interrupted run, by the directory `named`; default: its own."""
+def how_to_resume(run: Run) -> str:
+    """Describe to the user how to resume an interrupted run."""
     step = newest_step(run.directory.checkpoints)
     if step is None and run.directory.branched_from() is None:
         return "nothing is saved yet (--save-every)"
-    words = shlex.join(["--out", str(named or run.directory.path), "--resume", "auto"])
+    words = shlex.join(["--out", str(run.directory.resumed_by), "--resume", "auto"])
     return f"step {step} is saved; resume with {words}" if step else f"resume with {words}"

@@ -25,7 +25,7 @@ from distgpt.inference.decoding.loops.operands import UNIT
 class Layer(NamedTuple):
     """A linear layer of every block: w (layers, panels, elements of a panel), bias (layers, columns).
 
-    `inputs`, int64 (panels, 2): the range of inputs of each panel. In an ensemble, all others have weight 0.
+    `inputs`, int64 (panels, 2): the range of inputs of each panel. All others have weight 0.
     """
 
     w: Array
@@ -60,6 +60,11 @@ class Form:
     def __init__(self, w: Any) -> None:
         self._w = w
 
+    def nonzero(self) -> Array:
+        """Return which elements are not 0."""
+        result: Array = self._w != 0
+        return result
+
     def panels(self, count: int, columns: int) -> Array:
         """Allocate `count` matrices like this one, with `columns` of its rows, padded."""
         pair = 2 if self._w.dtype == BITS else 1
@@ -89,9 +94,15 @@ def packed_weights(
     def matrix(name: str, rows: int) -> Any:
         return packed([params[name]], 1, [rows])[0][0]
 
-    def layers(name: str, *rows: int, inputs: Array) -> list[Layer]:
-        """Pack a matrix of each block, split by rows into layers."""
-        ws = packed((params[f"{each}.{name}.w"] for each in block), len(block), rows)
+    def layers(name: str, k: int, *rows: int, heights: Sequence[int] = ()) -> list[Layer]:
+        """Pack a matrix of each block with k columns, split by rows into layers. `heights`: of q, k and v."""
+        names, groups, heights = [f"{each}.{name}.w" for each in block], config.norm_groups, heights or rows
+        if groups > 1:  # an ensemble, unless it was trained further
+            group = _group_of_rows(groups, heights)
+            others = group[:, None] != np.arange(k) * groups // k
+            if any((forms[type(params[each])](params[each]).nonzero() & others).any() for each in names):
+                groups = 1
+        ws, inputs = packed((params[each] for each in names), len(block), rows), _inputs(groups, k, heights)
         bias = np.zeros((len(block), sum(rows)), np.float32)
         for to, each in zip(bias, block, strict=True):
             if f"{each}.{name}.b" in params:
@@ -104,11 +115,10 @@ def packed_weights(
     head = matrix("wte" if config.tied else "head.w", vocab)
     embedding = head if config.tied else matrix("wte", vocab)
     q, kv = config.attention_width, config.kv_heads * config.head_size
-    inputs = partial(_inputs, config.norm_groups)
-    fc, *gates = layers("mlp.fc", *[config.hidden] * (2 if gated else 1), inputs=inputs(c, config.hidden))
-    (qkv,) = layers("attn.qkv", config.qkv_width, inputs=inputs(c, q, kv, kv))
-    (out,) = layers("attn.proj", c, inputs=inputs(q, c))
-    (proj,) = layers("mlp.proj", c, inputs=inputs(config.hidden, c))
+    fc, *gates = layers("mlp.fc", c, *[config.hidden] * (2 if gated else 1))
+    (qkv,) = layers("attn.qkv", c, config.qkv_width, heights=(q, kv, kv))
+    (out,) = layers("attn.proj", q, c)
+    (proj,) = layers("mlp.proj", config.hidden, c)
     return Weights(
         qkv=qkv,
         out=out,
@@ -118,7 +128,7 @@ def packed_weights(
         norms=_norms(config, params, block),
         head_gains=_head_gains(config, params, block),
         head=head,
-        head_inputs=_inputs(1, c, vocab),
+        head_inputs=_inputs(1, c, [vocab]),
         embedding=embedding,
         previous=matrix(PREVIOUS, vocab) if config.previous_embedding else head[:0],
         values=_values(config, params, packed) if config.value_layers else head[None][:0],
@@ -129,9 +139,14 @@ def packed_weights(
     )
 
 
-def _inputs(groups: int, k: int, *heights: int) -> Array:
+def _group_of_rows(groups: int, heights: Sequence[int]) -> Array:
+    """Return the group of each row of matrices with these heights."""
+    return np.concatenate([np.arange(height) * groups // height for height in heights])
+
+
+def _inputs(groups: int, k: int, heights: Sequence[int]) -> Array:
     """Return `Layer.inputs` of matrices with these heights and k inputs, in whole units."""
-    group = np.concatenate([np.arange(height) * groups // height for height in heights])
+    group = _group_of_rows(groups, heights)
     first = np.arange(0, len(group), COLUMNS)
     low = np.minimum.reduceat(group, first) * k // groups // UNIT * UNIT
     high = -(-(np.maximum.reduceat(group, first) + 1) * k // groups // UNIT) * UNIT
