@@ -45,6 +45,10 @@ _TILES = {
 class Integers(Form):
     """A `Quantised` matrix; int4 is stored as int8."""
 
+    def nonzero(self) -> Array:
+        result: Array = self._w.q != 0
+        return result
+
     def panels(self, count: int, columns: int) -> Array:
         record = BLOCKS[self._w.bits] * COLUMNS * self._w.bits // 8 + SCALES
         shape = count, columns // COLUMNS, self._w.scales.shape[1] * record
