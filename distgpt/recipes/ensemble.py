@@ -5,10 +5,11 @@ from __future__ import annotations
 import gc
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, replace
 
 from distgpt.core.base.checked import parse_object
-from distgpt.core.base.errors import Say, UsageError, reject_combination
+from distgpt.core.base.errors import DataError, Say, UsageError, reject_combination
 from distgpt.core.base.files import atomic_file, read_small
 from distgpt.core.comm.agree import on_root
 from distgpt.core.config import SETTINGS, RunConfig
@@ -66,14 +67,16 @@ def train_ensemble(
 
     def is_complete() -> bool:
         refuse_impossible(plan)
-        path = plan.directory.ensemble
         if not plan.is_finished:
             return False
+        path, groups = plan.directory.ensemble, plan.config.model.norm_groups * t.ensemble
+        with suppress(DataError):  # a damaged file is written again
+            if path.exists() and read_description(path).run.model.norm_groups == groups:
+                return True
         if plan.changes:  # the other models read them, and nothing else will write them
             with atomic_file(plan.directory.config) as file:
                 file.write(plan.config.to_toml().encode())
-        groups = plan.config.model.norm_groups * t.ensemble
-        return path.exists() and read_description(path).run.model.norm_groups == groups
+        return False
 
     if on_root(comm, is_complete):
         return None

@@ -202,7 +202,7 @@ SLOWER_PAIRS = 3.0  # time per FLOP, compared with training
 # Ensembles (docs/explanation/learning.md). Their matrices grow with the square of their width.
 ENSEMBLE_GAIN, LARGEST_ENSEMBLE, WIDEST_ENSEMBLE = 0.04, 8, 1024
 SHORTEST_MEMBER = 60.0  # seconds
-COMBINING = 0.02  # of the time, to write and evaluate an ensemble
+SHARED = 0.04  # of the time, to measure speeds, and to write and evaluate an ensemble
 
 
 class Choice(NamedTuple):
@@ -256,7 +256,7 @@ def ensemble_factor(size: int) -> float:
 
 def member_seconds(seconds: float, size: int) -> float:
     """Return the time of each model of an ensemble that may take `seconds`."""
-    return seconds if size == 1 else (1 - COMBINING) * seconds / size
+    return seconds if size == 1 else (1 - SHARED) * seconds / size
 
 
 def choose(

@@ -78,7 +78,7 @@ def with_clock(request: RunRequest, stage: Stage, say: Say) -> RunRequest:
         return not preset and "init" not in {**file, **given} and begins_anew(request)
 
     if not on_root(stage.comm, chooses):
-        return _with_steps(request, stage, member_seconds(seconds, size or 1), say)
+        return _with_steps(request, stage, member_seconds(seconds, size or 1), size or 1, say)
     text, held_out = on_root(stage.comm, lambda: _text(request.settings()))
 
     def smallest() -> RunConfig:
@@ -100,7 +100,7 @@ def with_clock(request: RunRequest, stage: Stage, say: Say) -> RunRequest:
             say(f"--within: the run ends after about {clock(rest)}, with a pass over the text")
         if not held_out:
             say("--within: no validation data to check this estimate; set --val-fraction 0.1")
-    uncounted, bits = compiled.begun - stage.begun, result.bits_per_byte
+    uncounted, bits = _uncounted(stage, compiled, result.ensemble), result.bits_per_byte
     request = replace(_timed(request, seconds, result.ensemble), expected_bits=bits, uncounted=uncounted)
     return replace(request, depth=result.depth, tokens=result.tokens)
 
@@ -157,10 +157,16 @@ def _predicted(expected: float, run: Run) -> tuple[float, float]:
     return known[0] if known else (expected, UNMEASURED)
 
 
-def _with_steps(request: RunRequest, stage: Stage, seconds: float, say: Say) -> RunRequest:
+def _uncounted(stage: Stage, compiled: Stage, size: int) -> float:
+    """Return the seconds so far that do not count: compilation, and the other models' part of measuring."""
+    measuring = time.monotonic() - compiled.begun
+    return compiled.begun - stage.begun + (1 - 1 / size) * measuring
+
+
+def _with_steps(request: RunRequest, stage: Stage, seconds: float, size: int, say: Say) -> RunRequest:
     """Return the request with the number of steps that a new run of this model may take. Collective.
 
-    Warm-up depends on the number of steps.
+    Warm-up depends on the number of steps. `seconds` are of each of `size` models.
     """
     if request.given.get("chats") or not on_root(stage.comm, lambda: begins_anew(request)):
         return request
@@ -175,13 +181,12 @@ def _with_steps(request: RunRequest, stage: Stage, seconds: float, say: Say) -> 
     compiled = _compiled(stage, lambda: run, bool(learned_size(run.train.tokenizer)), say)
     rate, _ = measured_speed(compiled, run, warm_up=1, most=MOST_MEASURING * seconds)
     gc.collect()  # frees the model
-    left = on_root(stage.comm, lambda: compiled.begun + KEPT * seconds - time.monotonic())
+    uncounted = _uncounted(stage, compiled, size)
+    left = on_root(stage.comm, lambda: stage.begun + uncounted + KEPT * seconds - time.monotonic())
     steps = max(1, int(rate * left / (run.train.batch_size * run.model.seq_len)))
     if stage.comm.rank == 0:
         say(f"--within: this machine runs about {count(steps, 'step')} at {rate:,.0f} tokens/s")
-    return replace(
-        request, derived={"steps": steps}, tokens=rate * left, uncounted=compiled.begun - stage.begun
-    )
+    return replace(request, derived={"steps": steps}, tokens=rate * left, uncounted=uncounted)
 
 
 def _compiled(stage: Stage, configured: Callable[[], RunConfig], learns_bpe: bool, say: Say) -> Stage:

@@ -71,6 +71,7 @@ def test_invalid_grids_are_rejected(grid_of):
         ("[sweep]\ndraws = 1\ntied = {low = 0, high = 1}", "a range must be"),
         ("[sweep]\nseed = {low = 0, high = 1}", "seed must be a list"),
         ("lr = 1\n[sweep]\nlr = [1]", "set twice"),
+        ("ensemble = 2\n[sweep]\nlr = [0.1]", "remove ensemble"),
         ('[sweep]\nlr = [1]\nmetric = "los"', "did you mean 'loss'"),
         ("[sweep]\nlr = [1]\neta = 1", "eta must"),
         (f"[sweep]\nlr = {list(range(1, 200))}\nsteps = {list(range(1, 200))}", "more than 10,000 runs"),

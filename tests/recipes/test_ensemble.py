@@ -3,17 +3,20 @@
 import re
 import signal
 from dataclasses import replace
+from types import SimpleNamespace
 
 import distgpt as library
 import numpy as np
 import pytest
 from distgpt.core.config import ModelConfig, RunConfig
+from distgpt.core.config.run_request import asked_for
 from distgpt.core.cpu.kernels import CpuKernels
+from distgpt.core.cpu.stages import open_stage
 from distgpt.core.data.tokenizers import load_tokenizer
 from distgpt.core.saved.modelfile import Description, save_model
 from distgpt.core.train.step import Step
 from distgpt.models.ensemble import write_ensemble
-from distgpt.recipes import scaling
+from distgpt.recipes import scaling, within
 from stopping import at_call
 
 from conftest import distgpt, inside, logged, refused, succeeded
@@ -124,14 +127,21 @@ def test_ensemble_resumes_bitwise_identical(tmp_path, monkeypatch):
     written = [(run / "ensemble.safetensors").read_bytes() for run in (whole, halves)]
     assert written[0] == written[1]
     assert len([line for line in logged(f"{halves}-member-2") if "loss" in line]) == 6
-    again = succeeded("train", "--out", whole, "--resume", "auto", "--threads", "1").stdout
+    resume, config = (
+        ("train", "--out", whole, "--resume", "auto", "--threads", "1"),
+        (whole / "config.toml").read_text(),
+    )
+    again = succeeded(*resume, "--lr", "0.5").stdout
     assert "is finished; nothing was changed" in again and "model 2" not in again
+    assert (whole / "config.toml").read_text() == config
+    (whole / "ensemble.safetensors").write_bytes(written[0][:1000])
+    assert re.search("took .* for 0 models of 2", succeeded(*resume).stdout)
+    assert (whole / "ensemble.safetensors").read_bytes() == written[0]
     two, out = (whole, f"{whole}-member-2"), tmp_path / "by-hand.safetensors"
     succeeded("weights", "ensemble", *two, "--out", out)
     assert out.read_bytes() == written[0]
     scored = succeeded("eval", "--weights", whole, "--val", "story", "--threads", "1").stdout
     assert "bits per byte" in scored
-    resume = ("train", "--out", whole, "--resume", "auto", "--threads", "1")
     larger = succeeded(*resume, "--set", "ensemble=3").stdout
     assert "model 3 of 3" in larger and re.search("took .* for 1 model of 3", larger)
     again = succeeded(*resume).stdout  # the setting is kept
@@ -176,6 +186,21 @@ def test_directories_of_other_runs_are_refused(tmp_path):
     other.mkdir()
     refused(inside("train", *SHORT, "--out", tmp_path / "run"), 2, f"{other} already exists")
     assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("size", [1, 3])
+def test_models_share_the_time_of_measuring(size, monkeypatch):
+    now = [1000.0]
+
+    def speed(stage, run):
+        now[0] += 6  # seconds of measuring
+        return 1e5, 0.0
+
+    monkeypatch.setattr(within, "measured_speed", speed)
+    monkeypatch.setattr(within, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    stage = replace(open_stage("serial", 1), begun=1000.0)
+    request = asked_for({"within": "5m", "depth": 1, "data": "story", "ensemble": size})
+    assert within.with_clock(request, stage, print).uncounted == pytest.approx(6 * (1 - 1 / size))
 
 
 def test_within_trains_one_model_if_others_cannot_be_averaged():

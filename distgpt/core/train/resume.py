@@ -160,8 +160,8 @@ def leave_finished(comm: Comm, directory: RunDirectory, t: TrainConfig, seconds:
 
 def _done_and_more(t: TrainConfig, spent: float) -> tuple[str, list[str]]:
     """Describe a finished run, and return an option for twice as much."""
-    spent *= t.ensemble
     if time_is_over(spent, t):
+        spent *= t.ensemble
         return f"its {typed_duration(spent)} have elapsed", ["--within", typed_duration(2 * spent)]
     if t.epochs:
         twice = f"{2 * t.epochs:g}"

@@ -103,7 +103,8 @@ def _found(run: Run, stop: str) -> dict[str, object]:
 def how_to_resume(run: Run) -> str:
     """Describe to the user how to resume an interrupted run."""
     step = newest_step(run.directory.checkpoints)
-    if step is None and run.directory.branched_from() is None:
+    directory = run.directory
+    if step is None and directory.branched_from() is None and directory.resumed_by == directory.path:
         return "nothing is saved yet (--save-every)"
-    words = shlex.join(["--out", str(run.directory.resumed_by), "--resume", "auto"])
+    words = shlex.join(["--out", str(directory.resumed_by), "--resume", "auto"])
     return f"step {step} is saved; resume with {words}" if step else f"resume with {words}"

@@ -128,6 +128,8 @@ def read_grid(path: Path, assigned: Values | None = None) -> Grid:
             raise UsageError(f"{path}: unknown setting {name!r:.80}{did_you_mean(name[:80], known)}")
     for name in sorted(fixed.keys() & table.keys()):
         raise UsageError(f"{path}: {name} is set twice, for all runs and in [sweep]")
+    if "ensemble" in table or fixed.get("ensemble", 1) != 1:
+        raise UsageError(f"{path}: a sweep trains single models; remove ensemble")
     choices = {name: _choices(f"{path}: [sweep] {name}", name, value) for name, value in table.items()}
     seeds = choices.pop(SEED, [])
     if isinstance(seeds, Range):

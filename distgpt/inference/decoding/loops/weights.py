@@ -100,7 +100,7 @@ def packed_weights(
         if groups > 1:  # an ensemble, unless it was trained further
             group = _group_of_rows(groups, heights)
             others = group[:, None] != np.arange(k) * groups // k
-            if any((forms[type(params[each])](params[each]).nonzero() & others).any() for each in names):
+            if any((forms[type(w)](w).nonzero() & others).any() for w in (params[each] for each in names)):
                 groups = 1
         ws, inputs = packed((params[each] for each in names), len(block), rows), _inputs(groups, k, heights)
         bias = np.zeros((len(block), sum(rows)), np.float32)
