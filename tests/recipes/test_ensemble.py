@@ -188,25 +188,33 @@ def test_directories_of_other_runs_are_refused(tmp_path):
     assert not (tmp_path / "run").exists()
 
 
-@pytest.mark.parametrize("size", [1, 3])
-def test_models_share_the_time_of_measuring(size, monkeypatch):
+@pytest.fixture
+def chosen(monkeypatch):
+    """Return the request after --within 5m, on a machine that takes 6 seconds to measure depth 1."""
     now = [1000.0]
 
     def speed(stage, run):
-        now[0] += 6  # seconds of measuring
+        now[0] += 6
         return 1e5, 0.0
+
+    def request(**given):
+        stage = replace(open_stage("serial", 1), begun=now[0])
+        return within.with_clock(asked_for({"within": "5m", "depth": 1, "data": "story", **given}), stage, print)
 
     monkeypatch.setattr(within, "measured_speed", speed)
     monkeypatch.setattr(within, "time", SimpleNamespace(monotonic=lambda: now[0]))
-    stage = replace(open_stage("serial", 1), begun=1000.0)
-    request = asked_for({"within": "5m", "depth": 1, "data": "story", "ensemble": size})
-    assert within.with_clock(request, stage, print).uncounted == pytest.approx(6 * (1 - 1 / size))
+    return request
 
 
-def test_within_trains_one_model_if_others_cannot_be_averaged():
-    words = ("estimate", "--threads", "1", "--data", "story", "--depth", "1", "--within", "3m")
-    assert "an ensemble of" in succeeded(*words).stderr
-    assert "an ensemble of" not in succeeded(*words, "--tied").stderr
+@pytest.mark.parametrize("size", [1, 3])
+def test_models_share_the_time_of_measuring(size, chosen):
+    assert chosen(ensemble=size).uncounted == pytest.approx(6 * (1 - 1 / size))
+
+
+def test_within_trains_one_model_if_others_cannot_be_averaged(chosen):
+    assert (
+        chosen().given["ensemble"] > 1 == chosen(tied=True).given["ensemble"] == chosen(lora_rank=4).given["ensemble"]
+    )
 
 
 @pytest.mark.smoke
