@@ -127,21 +127,34 @@ def test_ensemble_resumes_bitwise_identical(tmp_path, monkeypatch):
     written = [(run / "ensemble.safetensors").read_bytes() for run in (whole, halves)]
     assert written[0] == written[1]
     assert len([line for line in logged(f"{halves}-member-2") if "loss" in line]) == 6
-    resume, config = (
-        ("train", "--out", whole, "--resume", "auto", "--threads", "1"),
-        (whole / "config.toml").read_text(),
-    )
+
+
+@pytest.fixture
+def finished(tmp_path):
+    """Return the directory of a finished ensemble, and the words that resume it."""
+    out = tmp_path / "run"
+    succeeded("train", *SHORT, "--out", out)
+    return out, ("train", "--out", out, "--resume", "auto", "--threads", "1")
+
+
+def test_finished_ensemble_changes_only_if_damaged(finished, tmp_path):
+    run, resume = finished
+    config, written = (run / "config.toml").read_text(), (run / "ensemble.safetensors").read_bytes()
     again = succeeded(*resume, "--lr", "0.5").stdout
     assert "is finished; nothing was changed" in again and "model 2" not in again
-    assert (whole / "config.toml").read_text() == config
-    (whole / "ensemble.safetensors").write_bytes(written[0][:1000])
+    assert (run / "config.toml").read_text() == config
+    (run / "ensemble.safetensors").write_bytes(written[:1000])
     assert re.search("took .* for 0 models of 2", succeeded(*resume).stdout)
-    assert (whole / "ensemble.safetensors").read_bytes() == written[0]
-    two, out = (whole, f"{whole}-member-2"), tmp_path / "by-hand.safetensors"
-    succeeded("weights", "ensemble", *two, "--out", out)
-    assert out.read_bytes() == written[0]
-    scored = succeeded("eval", "--weights", whole, "--val", "story", "--threads", "1").stdout
+    assert (run / "ensemble.safetensors").read_bytes() == written
+    by_hand = tmp_path / "by-hand.safetensors"
+    succeeded("weights", "ensemble", run, f"{run}-member-2", "--out", by_hand)
+    assert by_hand.read_bytes() == written
+    scored = succeeded("eval", "--weights", run, "--val", "story", "--threads", "1").stdout
     assert "bits per byte" in scored
+
+
+def test_finished_ensemble_gets_models_and_steps(finished, tmp_path, monkeypatch):
+    run, resume = finished
     larger = succeeded(*resume, "--set", "ensemble=3").stdout
     assert "model 3 of 3" in larger and re.search("took .* for 1 model of 3", larger)
     again = succeeded(*resume).stdout  # the setting is kept
@@ -149,12 +162,10 @@ def test_ensemble_resumes_bitwise_identical(tmp_path, monkeypatch):
     with monkeypatch.context() as patched:
         at_call(patched, Step, "launch", 1, signal.SIGTERM)
         assert inside(*resume, "--steps", "8").returncode == 143
-    assert not (whole / "ensemble.safetensors").exists()  # its first model has changed
+    assert not (run / "ensemble.safetensors").exists()  # its first model has changed
     longer = succeeded(*resume).stdout
     assert longer.count("resuming from") == 3 and re.search("took .* for 3 models", longer)
-    branch = succeeded(
-        "train", "--resume", whole, "--out", tmp_path / "branch", "--steps", "9", "--threads", "1"
-    ).stdout
+    branch = succeeded("train", "--resume", run, "--out", tmp_path / "branch", "--steps", "9", "--threads", "1").stdout
     assert "model 2" not in branch and library.load(tmp_path / "branch").config.norm_groups == 1
 
 
