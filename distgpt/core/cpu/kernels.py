@@ -470,7 +470,7 @@ class Bfloat16Kernels(CpuKernels):
         super().__init__("float32", threads, record=record)
         self.dtype = BITS
         self.matmuls = OwnMatmuls(self._pool, BITS)
-        self.polar_cost = muon.polar_cost  # our own matmuls, whose rows do not depend on the split
+        self.polar_cost = muon.bfloat16_cost
 
     # -- arrays
 

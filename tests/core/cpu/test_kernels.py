@@ -11,6 +11,7 @@ from distgpt.core.config import MLPS
 from distgpt.core.cpu.fused import activations as loops
 from distgpt.core.cpu.fused import muon
 from distgpt.core.cpu.kernels import Bfloat16Kernels, CpuKernels
+from distgpt.core.cpu.matmul.blas import rows_round_alike
 from distgpt.core.model.model import Architecture, Model
 from distgpt.core.model.passes import Pass
 from distgpt.core.ops.activations import ACTIVATIONS
@@ -84,14 +85,16 @@ def test_memory_to_orthogonalise_is_exact(both):
 
 
 @pytest.mark.parametrize("smallest", [0.1, 1e-5])
-@pytest.mark.parametrize("shape", [(128, 256), (384, 150)])
-def test_squares_orthogonalise_long_matrices(both, smallest, shape):
+@pytest.mark.parametrize("shape", [(128, 256), (384, 150), (160, 416)])
+def test_squares_orthogonalise_long_matrices(both, smallest, shape, monkeypatch):
     """Rounding must not make small singular values grow without limit."""
+    monkeypatch.setattr(muon, "USES_AMX", False)
     assert muon.by_squares(*sorted(shape))
+    assert muon.by_squares(*sorted(shape), is_bfloat16=True) == (shape == (160, 416) and rows_round_alike())
     left, _, right = np.linalg.svd(operations.Case(both).random(*shape), full_matrices=False)
     matrix = left * np.geomspace(1, smallest, min(shape)) @ right
     found = operations.check_orthogonalised(both, matrix, times=3 if smallest == 0.1 else np.inf)
-    assert np.linalg.norm(found, 2) < 1.2
+    assert np.linalg.norm(found, 2) < 1.4  # exactly 1.14
 
 
 @pytest.mark.parametrize("variant, recompute", [

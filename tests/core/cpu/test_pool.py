@@ -334,7 +334,8 @@ HOW = np.array([1.0]), np.array([1.0, 0.0, 0.9, 0.1, 0.2]), 1.0
 
 @pytest.mark.parametrize("kind", ["float32", "bfloat16", pytest.param("float64", marks=pytest.mark.ci)])
 @pytest.mark.parametrize("shapes", SHAPES.values(), ids=SHAPES)
-def test_muon_update_is_identical_for_any_threads(kind, shapes):
+def test_muon_update_is_identical_for_any_threads(kind, shapes, monkeypatch):
+    monkeypatch.setattr(muon, "USES_AMX", False)
     alone, *others = (updated(KERNELS[kind](threads), shapes) for threads in (1, 2, 5, 16))
     for found in others:
         for array, wanted in zip(found, alone, strict=True):

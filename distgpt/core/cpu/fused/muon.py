@@ -14,6 +14,7 @@ import numpy as np
 
 from distgpt.core.cpu.compiling.barrier import wait_for_all
 from distgpt.core.cpu.compiling.jit import FORCED, by_types, get, inline, jit, put
+from distgpt.core.cpu.compiling.processor import shape as register_shape
 from distgpt.core.cpu.fused.flat import grad_scale
 from distgpt.core.cpu.fused.rowwise import round_to
 from distgpt.core.cpu.matmul import blocked
@@ -21,13 +22,15 @@ from distgpt.core.cpu.matmul.blas import PLAIN, gemm, rows_round_alike, squared
 from distgpt.core.cpu.matmul.blocked import rows_conflict
 from distgpt.core.cpu.matmul.packing import COLUMNS, ROWS, aligned
 from distgpt.core.cpu.teams import Cost
-from distgpt.core.ops.api import TINY, Array, MuonScalars
+from distgpt.core.ops.api import TINY, Array, DType, MuonScalars
 from distgpt.core.ops.low_precision import BITS
 
 # From this number of rows and ratio of length to rows on, the steps multiply squares, and the matrix is
-# multiplied only once (Gram Newton-Schulz, Dao-AILab 2026). Not in bfloat16: its rounding makes small
-# eigenvalues of a square negative, and the steps amplify them without limit.
-LEAST_ROWS, LEAST_RATIO = 128, 2
+# multiplied only once (Gram Newton-Schulz, Dao-AILab 2026). The squares are float32 in bfloat16, too: rounded,
+# their small eigenvalues become negative, and the steps amplify them without limit. That pays from a larger
+# ratio on, and not with AMX, which multiplies bfloat16 many times as fast as float32.
+LEAST_ROWS, LEAST_RATIO, LEAST_BFLOAT16_RATIO = 128, 2, 2.5
+USES_AMX = register_shape().amx
 MOMENTUM, LEARNING_RATE, WEIGHT_DECAY = map(
     MuonScalars._fields.index, ("momentum", "learning_rate", "weight_decay")
 )
@@ -76,32 +79,44 @@ def parts_of(short: int, long: int, members: int, most: int, rows: int, columns:
     return result + [Part(short, short, long, long)] * (members - n)
 
 
-def by_squares(short: int, long: int) -> bool:
+def by_squares(short: int, long: int, is_bfloat16: bool = False) -> bool:
     """Return whether the BLAS computes the steps of this shape as products of squares."""
+    if is_bfloat16:
+        pays = long >= LEAST_BFLOAT16_RATIO * short and not USES_AMX
+        return pays and short >= LEAST_ROWS and _rounds_alike((short, long))
     return short >= LEAST_ROWS and long >= LEAST_RATIO * short
 
 
-def polar_cost(shape: tuple[int, ...]) -> Cost:
-    """Return the multiplications of a bfloat16 step. Each member needs at least 2²² of a square's."""
+def bfloat16_cost(shape: tuple[int, ...]) -> Cost:
+    """Return the cost in bfloat16. Each member needs at least 2²² multiplications of a square's."""
     short, long = sorted(shape)
-    return Cost((3 * long + short) * short**2 / 2, max(1, short**3 >> 22))
+    return Cost(_work(short, long, by_squares(short, long, is_bfloat16=True), 2), max(1, short**3 >> 22))
 
 
 def blas_cost(shape: tuple[int, ...]) -> Cost:
-    """Return the cost with the BLAS, which computes edges and small products differently.
+    """Return the cost with the BLAS, which computes edges and small products differently."""
+    return Cost(whole_cost(shape).work, bfloat16_cost(shape).most if _rounds_alike(shape) else 1)
+
+
+def _rounds_alike(shape: tuple[int, ...]) -> bool:
+    """Return whether the BLAS's results do not depend on how a team splits its products.
 
     It splits a long sum in half at a multiple of about 16, in ssyrk and sgemm at the same one if 32 divides
     it.
     """
-    most = polar_cost(shape).most if rows_round_alike() and not any(side % 32 for side in shape) else 1
-    return Cost(whole_cost(shape).work, most)
+    return rows_round_alike() and not any(side % 32 for side in shape)
 
 
 def whole_cost(shape: tuple[int, ...]) -> Cost:
     """Return the cost of a matrix that must not be split."""
     short, long = sorted(shape)
-    work = (3 * long + 17 * short) * short**2 / 10 if by_squares(short, long) else polar_cost(shape).work
-    return Cost(work, 1)
+    return Cost(_work(short, long, by_squares(short, long)), 1)
+
+
+def _work(short: int, long: int, lies: bool, weight: float = 1) -> float:
+    """Return the multiplications of a step. `weight` is the time of the BLAS relative to other matmuls."""
+    of_squares = (3 * long + 17 * weight * short) / 5
+    return (of_squares if lies else 3 * long + short) * short**2 / 2
 
 
 def step_cost(shape: tuple[int, ...]) -> Cost:
@@ -129,25 +144,31 @@ class PolarMemory(NamedTuple):
     x: Array
     y: Array
     square: Array
-    factor: Array  # rounded square (bfloat16 only)
-    product: Array  # square of the square (bfloat16 only)
+    factor: Array
+    product: Array
     spare: Array
     sums: Array  # sums of the matrix's rows
     by_squares: bool
     part: Part
+    rounded: Array | None = None  # a square in bfloat16
     long: blocked.Scratch | None = None  # matmuls in bfloat16 over the longer side
     short: blocked.Scratch | None = None
 
 
 def scratch(short: int, long: int, dtype: str, members: int, most: int) -> tuple[PolarMemory, ...]:
     """Make two (short, long) buffers and the (short, short) ones. Tall matrices are transposed."""
-    lies = by_squares(short, long)
-    x, y = (np.empty((short, long), dtype) for _ in range(2))
-    made = [np.empty((short, short), dtype) for _ in range(4 if lies else 2)]
+    shared = _shared(short, long, np.dtype(dtype), dtype, by_squares(short, long))
+    return tuple(PolarMemory(*shared, part) for part in parts_of(short, long, members, most, BLOCK, BLOCK))
+
+
+def _shared(
+    short: int, long: int, dtype: DType, sums: str, lies: bool
+) -> tuple[Array, Array, Array, Array, Array, Array, Array, bool]:
+    x, y = (aligned((short, long), dtype) for _ in range(2))
+    made = [aligned((short, short), sums) for _ in range(4 if lies else 2)]
     # Otherwise, each step's factor is also the product of all steps, and no spare is needed.
     square, factor, product, spare = made if lies else (*made, made[1], made[1])
-    shared = x, y, square, factor, product, spare, np.empty(long), lies
-    return tuple(PolarMemory(*shared, part) for part in parts_of(short, long, members, most, BLOCK, BLOCK))
+    return x, y, square, factor, product, spare, np.empty(long), lies
 
 
 @jit
@@ -156,39 +177,46 @@ def orthogonalise(u, memory, coefficients, member):
     x = memory.x
     y = memory.y
     square = memory.square
-    factor = memory.factor
-    product = memory.product
-    spare = memory.spare
     top, bottom, first, last = memory.part
     arrivals = _lay_down(x, u, memory.sums, member)
     short, long = x.shape
-    last_step = coefficients.shape[0] - 1
-    for i in range(last_step + 1):
-        begins = i == 0 or not memory.by_squares
-        if begins:
-            squared(top, bottom, square, x)
-            _mirror(top, bottom, square)
-            arrivals = wait_for_all(member.counter, arrivals, member.members)
+    together = coefficients.shape[0] if memory.by_squares else 1
+    for i in range(0, coefficients.shape[0], together):
+        squared(top, bottom, square, x)
+        product, arrivals = _factors(square, memory, coefficients[i : i + together], member, arrivals)
+        if first < last:
+            columns, out = x[:, first:], y[:, first:]
+            gemm(PLAIN, PLAIN, short, last - first, short, product, short, columns, long, 0.0, out, long)
+        arrivals = wait_for_all(member.counter, arrivals, member.members)
+        x, y = y, x
+    _put_back(u, x, member)
+
+
+@inline
+def _factors(square, memory, coefficients, member, arrivals):
+    """Return the product of the steps' factors, from the lower half of a matrix's square, and the arrivals."""
+    factor = memory.factor
+    product = memory.product
+    spare = memory.spare
+    this = factor
+    top, bottom, _, _ = memory.part
+    _mirror(top, bottom, square)
+    arrivals = wait_for_all(member.counter, arrivals, member.members)
+    for i in range(coefficients.shape[0]):
+        if i > 0:  # the square of the matrix after the last step, from the square before it
+            arrivals = _multiplied(top, bottom, spare, this, square, member, arrivals)
+            arrivals = _multiplied(top, bottom, square, spare, this, member, arrivals)
         squared(top, bottom, factor, square)
         _combine(top, bottom, factor, square, factor, coefficients[i])
         _mirror(top, bottom, factor)
         arrivals = wait_for_all(member.counter, arrivals, member.members)
         this = factor
-        if begins:
+        if i == 0:
             product, factor = factor, product
         else:
             arrivals = _multiplied(top, bottom, spare, this, product, member, arrivals)
             product, spare = spare, product
-        if i == last_step or not memory.by_squares:
-            if first < last:
-                columns, out = x[:, first:], y[:, first:]
-                gemm(PLAIN, PLAIN, short, last - first, short, product, short, columns, long, 0.0, out, long)
-            arrivals = wait_for_all(member.counter, arrivals, member.members)
-            x, y = y, x
-        else:  # compute the square of (this · x) from the square of x
-            arrivals = _multiplied(top, bottom, spare, this, square, member, arrivals)
-            arrivals = _multiplied(top, bottom, square, spare, this, member, arrivals)
-    _put_back(u, x, member)
+    return product, arrivals
 
 
 @inline
@@ -204,16 +232,15 @@ def _multiplied(top, bottom, c, a, b, member, arrivals):
 
 def bfloat16_scratch(short: int, long: int, sums: str, members: int, most: int) -> tuple[PolarMemory, ...]:
     """Make the bfloat16 buffers; sums of matmuls stay float32."""
-    lying, square = (short, long), (short, short)
-    shapes = (lying, BITS.name), (lying, BITS.name), (square, sums), (square, sums), (square, BITS.name)
-    x, y, square_sums, fourth, factor = (aligned(*each) for each in shapes)
-    shared = x, y, square_sums, factor, fourth, fourth, np.empty(long), False
+    shared = _shared(short, long, BITS, sums, by_squares(short, long, is_bfloat16=True))
+    x, rounded = shared[0], aligned((short, short), BITS.name)
     return tuple(
         PolarMemory(
             *shared,
             part,
+            rounded,
             long=blocked.scratch(BITS, short, long, rows_conflict(x)),
-            short=blocked.scratch(BITS, short, short, rows_conflict(factor)),
+            short=blocked.scratch(BITS, short, short, rows_conflict(rounded)),
         )
         for part in parts_of(short, long, members, most, ROWS, COLUMNS)
     )
@@ -221,25 +248,31 @@ def bfloat16_scratch(short: int, long: int, sums: str, members: int, most: int) 
 
 @jit
 def orthogonalise_bfloat16(u, memory, coefficients, member):
-    """Orthogonalize u with our own bfloat16 matmuls."""
+    """Orthogonalize u with our own bfloat16 matmuls, and squares of a long matrix with the BLAS."""
     x = memory.x
     y = memory.y
     square = memory.square
-    fourth = memory.product
-    factor = memory.factor
+    fourth = memory.factor
+    rounded = memory.rounded
     top, bottom, first, last = memory.part
     begin = np.int64(0)  # the literal 0 has its own type, for which `backward` would be compiled again
     arrivals = _lay_down(x, u, memory.sums, member)
-    for i in range(coefficients.shape[0]):
+    together = coefficients.shape[0] if memory.by_squares else 1
+    for i in range(0, coefficients.shape[0], together):
         _squared_bfloat16(top, bottom, square, x, memory.long)
-        _round_lower(top, bottom, factor, square)
+        if memory.by_squares:
+            product, arrivals = _factors(square, memory, coefficients, member, arrivals)
+            for row in range(top, bottom):
+                round_to(rounded[row], product[row])
+        else:
+            _round_lower(top, bottom, rounded, square)
+            arrivals = wait_for_all(member.counter, arrivals, member.members)
+            _squared_bfloat16(top, bottom, fourth, rounded, memory.short)
+            arrivals = wait_for_all(member.counter, arrivals, member.members)  # `rounded` is no longer read
+            _combine(top, bottom, square, square, fourth, coefficients[i])
+            _round_lower(top, bottom, rounded, square)
         arrivals = wait_for_all(member.counter, arrivals, member.members)
-        _squared_bfloat16(top, bottom, fourth, factor, memory.short)
-        arrivals = wait_for_all(member.counter, arrivals, member.members)  # the factor is no longer read
-        _combine(top, bottom, square, square, fourth, coefficients[i])
-        _round_lower(top, bottom, factor, square)
-        arrivals = wait_for_all(member.counter, arrivals, member.members)
-        blocked.backward(begin, x.shape[0], first, last, y, factor, x, memory.short)
+        blocked.backward(begin, x.shape[0], first, last, y, rounded, x, memory.short)
         arrivals = wait_for_all(member.counter, arrivals, member.members)
         x, y = y, x
     _put_back(u, x, member)
