@@ -46,7 +46,7 @@ def dirty(packed):
 
 SMALL_CACHES = {
     "PANEL_BYTES": 16 << 10, "GROUP_BYTES": 48 << 10, "CUT_GROUP_BYTES": 32 << 10, "ROWS_BYTES": 12 << 10,
-    "COPIED_GROUP_BYTES": 64 << 10, "THIN": 32,
+    "COPIED_ROWS_BYTES": 12 << 10, "COPIED_GROUP_BYTES": 64 << 10, "THIN": 32,
 }  # fmt: skip
 
 

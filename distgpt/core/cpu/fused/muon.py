@@ -19,16 +19,16 @@ from distgpt.core.cpu.fused.flat import grad_scale
 from distgpt.core.cpu.fused.rowwise import round_to
 from distgpt.core.cpu.matmul import blocked
 from distgpt.core.cpu.matmul.blas import PLAIN, gemm, rows_round_alike, squared
-from distgpt.core.cpu.matmul.blocked import rows_conflict
+from distgpt.core.cpu.matmul.blocked import copies_rows
 from distgpt.core.cpu.matmul.packing import COLUMNS, ROWS, aligned
 from distgpt.core.cpu.teams import Cost
 from distgpt.core.ops.api import TINY, Array, DType, MuonScalars
 from distgpt.core.ops.low_precision import BITS
 
 # From this number of rows and ratio of length to rows on, the steps multiply squares, and the matrix is
-# multiplied only once (Gram Newton-Schulz, Dao-AILab 2026). The squares are float32 in bfloat16, too: rounded,
-# their small eigenvalues become negative, and the steps amplify them without limit. That pays from a larger
-# ratio on, and not with AMX, which multiplies bfloat16 many times as fast as float32.
+# multiplied only once (Gram Newton-Schulz, Dao-AILab 2026). In bfloat16 the squares are float32 too: rounded,
+# their small eigenvalues become negative, and the steps amplify them without limit. So only a larger ratio
+# pays, and none with AMX, which multiplies bfloat16 several times as fast as float32.
 LEAST_ROWS, LEAST_RATIO, LEAST_BFLOAT16_RATIO = 128, 2, 2.5
 USES_AMX = register_shape().amx
 MOMENTUM, LEARNING_RATE, WEIGHT_DECAY = map(
@@ -194,7 +194,7 @@ def orthogonalise(u, memory, coefficients, member):
 
 @inline
 def _factors(square, memory, coefficients, member, arrivals):
-    """Return the product of the steps' factors, from the lower half of a matrix's square, and the arrivals."""
+    """Return the product of the steps' factors, from the lower half of a matrix's square; and arrivals."""
     factor = memory.factor
     product = memory.product
     spare = memory.spare
@@ -239,8 +239,8 @@ def bfloat16_scratch(short: int, long: int, sums: str, members: int, most: int) 
             *shared,
             part,
             rounded,
-            long=blocked.scratch(BITS, short, long, rows_conflict(x)),
-            short=blocked.scratch(BITS, short, short, rows_conflict(rounded)),
+            long=blocked.scratch(BITS, short, long, copies_rows(x)),
+            short=blocked.scratch(BITS, short, short, copies_rows(rounded)),
         )
         for part in parts_of(short, long, members, most, ROWS, COLUMNS)
     )

@@ -12,6 +12,7 @@ import numpy as np
 from numba import types
 
 from distgpt.core.cpu.compiling.jit import FORCED, by_types, get, inline, jit, put
+from distgpt.core.cpu.compiling.processor import shape
 from distgpt.core.cpu.matmul.assembled import WORDS_BYTES, prefetch, rearranged_rows, tile, words
 from distgpt.core.cpu.matmul.microkernel import ACCUMULATE, BIAS
 from distgpt.core.cpu.matmul.packing import (
@@ -29,11 +30,14 @@ from distgpt.core.ops.api import Array, DType
 
 # Sizes tuned on a Zen 4, which has 1 MB of L2 cache. Panels of at most 128 KB made the head's backward pass
 # 9% faster. Sizes from 32 to 192 KB are within 3%, unless they split k more often (performance.md).
-PANEL_BYTES = 128 << 10  # per panel, for one range of k
+_USES_AMX = shape().amx
+PANEL_BYTES = (256 if _USES_AMX else 128) << 10  # per panel, for one range of k
 GROUP_BYTES = 256 << 10  # panels that all rows of A pass before the next group: part of the L2 cache
 CUT_GROUP_BYTES = 512 << 10  # the same if k is split and A is too long to stay in a cache
-ROWS_BYTES = 512 << 10  # rows of a copied or packed A that all panels pass: half of the L2 cache
-COPIED_GROUP_BYTES = 1536 << 10  # panels of a group if rows of A are copied, to copy them less often
+ROWS_BYTES = 512 << 10  # rows of a packed A that all panels pass: half of the L2 cache
+# The same for a copied A, and panels of a group then, to copy its rows less often. With AMX, A is always
+# copied, and sizes were tuned on an Emerald Rapids, which has 2 MB of L2 cache.
+COPIED_ROWS_BYTES, COPIED_GROUP_BYTES = (64 << 10, 1 << 20) if _USES_AMX else (512 << 10, 1536 << 10)
 THIN = 128  # k per range in products with few rows
 
 
@@ -51,19 +55,19 @@ def scratch(dtype: DType, rows: int, k: int, copied: bool) -> Scratch:
     depth = _depth(k, item)
     group = COPIED_GROUP_BYTES if copied else CUT_GROUP_BYTES if depth < k else GROUP_BYTES
     columns = max(1, group // (depth * item * COLUMNS)) * COLUMNS
-    most = max(1, ROWS_BYTES // (depth * item * ROWS)) * ROWS if copied else 0
+    most = max(1, COPIED_ROWS_BYTES // (depth * item * ROWS)) * ROWS if copied else 0
     sums = (rows, columns) if item == 2 and depth < k else (0, 0)
     panels = packed(depth, columns, dtype)
     copies = aligned((most, depth + LINE), dtype)
     return Scratch(panels, copies, aligned(sums, "float32"))
 
 
-def rows_conflict(a: Array) -> bool:
-    """Return whether a matrix's rows compete for the same sets of an L1 cache with 4 KB per way.
+def copies_rows(a: Array) -> bool:
+    """Return whether copying rows of A pays: with AMX, or if the rows compete for the same sets of a cache.
 
-    Copying the rows avoids this. At k = 3,072 in float32 it is 1.28x as fast.
+    They do in an L1 cache with 4 KB per way: at k = 3,072 in float32, copying is 1.28x as fast.
     """
-    return bool(a.strides[0] % 4096 == 0)
+    return bool(a.strides[0] % 4096 == 0 or (_USES_AMX and a.itemsize == 2))
 
 
 def _depth(k: int, item: int) -> int:

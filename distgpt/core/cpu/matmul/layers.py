@@ -10,7 +10,7 @@ import numpy as np
 
 from distgpt.core.cpu.compiling.processor import processor
 from distgpt.core.cpu.matmul import blas, blocked, packing
-from distgpt.core.cpu.matmul.blocked import rows_conflict
+from distgpt.core.cpu.matmul.blocked import copies_rows
 from distgpt.core.cpu.pool import COLUMNS, ROWS, Pool, WorkerMemory
 from distgpt.core.ops.api import DType, Floats1d, Floats2d, Wide2d
 from distgpt.core.ops.low_precision import BITS
@@ -119,7 +119,7 @@ class OwnMatmuls:
             rows, columns = cut.cell(first, last, len(a), width)
             # Round up to a power of two so that prompts of similar lengths share scratch memory.
             count = 1 << (rows[1] - rows[0] - 1).bit_length()
-            own = self._memory.scratch(blocked.scratch, self._dtype, count, a.shape[1], rows_conflict(a))
+            own = self._memory.scratch(blocked.scratch, self._dtype, count, a.shape[1], copies_rows(a))
             self._pool.call(loop, *rows, *columns, c, a, w, *map(self._in_float32, bias), own)
 
         self._pool.split_range(cut.cells, 1, part)
