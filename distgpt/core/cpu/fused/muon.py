@@ -88,9 +88,14 @@ def by_squares(short: int, long: int, is_bfloat16: bool = False) -> bool:
 
 
 def bfloat16_cost(shape: tuple[int, ...]) -> Cost:
-    """Return the cost in bfloat16. Each member needs at least 2²² multiplications of a square's."""
+    """Return the multiplications of a bfloat16 step; the BLAS's, in float32, take twice as long.
+
+    Each member needs at least 2²² of a square's.
+    """
     short, long = sorted(shape)
-    return Cost(_work(short, long, by_squares(short, long, is_bfloat16=True), 2), max(1, short**3 >> 22))
+    lies = by_squares(short, long, is_bfloat16=True)
+    work = (3 * long + 13.5 * short) / 5 if lies else (3 * long + short) / 2
+    return Cost(work * short**2, max(1, short**3 >> 22))
 
 
 def blas_cost(shape: tuple[int, ...]) -> Cost:
@@ -110,13 +115,8 @@ def _rounds_alike(shape: tuple[int, ...]) -> bool:
 def whole_cost(shape: tuple[int, ...]) -> Cost:
     """Return the cost of a matrix that must not be split."""
     short, long = sorted(shape)
-    return Cost(_work(short, long, by_squares(short, long)), 1)
-
-
-def _work(short: int, long: int, lies: bool, weight: float = 1) -> float:
-    """Return the multiplications of a step. `weight` is the time of the BLAS relative to other matmuls."""
-    of_squares = (3 * long + 17 * weight * short) / 5
-    return (of_squares if lies else 3 * long + short) * short**2 / 2
+    work = (3 * long + 17 * short) / 10 if by_squares(short, long) else (3 * long + short) / 2
+    return Cost(work * short**2, 1)
 
 
 def step_cost(shape: tuple[int, ...]) -> Cost:
@@ -256,11 +256,12 @@ def orthogonalise_bfloat16(u, memory, coefficients, member):
     top, bottom, first, last = memory.part
     begin = np.int64(0)  # the literal 0 has its own type, for which `backward` would be compiled again
     arrivals = _lay_down(x, u, memory.sums, member)
-    together = coefficients.shape[0] if memory.by_squares else 1
+    # The last step is always separate: it removes the error of rounding the product of the others.
+    together = coefficients.shape[0] - 1 if memory.by_squares else 1
     for i in range(0, coefficients.shape[0], together):
         _squared_bfloat16(top, bottom, square, x, memory.long)
-        if memory.by_squares:
-            product, arrivals = _factors(square, memory, coefficients, member, arrivals)
+        if memory.by_squares and i == 0:
+            product, arrivals = _factors(square, memory, coefficients[:together], member, arrivals)
             for row in range(top, bottom):
                 round_to(rounded[row], product[row])
         else:
