@@ -93,8 +93,8 @@ def bfloat16_cost(shape: tuple[int, ...]) -> Cost:
     Each member needs at least 2²² of a square's.
     """
     short, long = sorted(shape)
-    lies = by_squares(short, long, is_bfloat16=True)
-    work = (3 * long + 13.5 * short) / 5 if lies else (3 * long + short) / 2
+    squares = by_squares(short, long, is_bfloat16=True)
+    work = (3 * long + 13.5 * short) / 5 if squares else (3 * long + short) / 2
     return Cost(work * short**2, max(1, short**3 >> 22))
 
 
@@ -161,14 +161,14 @@ def scratch(short: int, long: int, dtype: str, members: int, most: int) -> tuple
     return tuple(shared._replace(part=part) for part in parts)
 
 
-def _shared(short: int, long: int, dtype: DType, sums: str, lies: bool) -> PolarMemory:
+def _shared(short: int, long: int, dtype: DType, sums: str, squares: bool) -> PolarMemory:
     """Make two (short, long) buffers and the (short, short) ones. Tall matrices are transposed."""
     x, y = (aligned((short, long), dtype) for _ in range(2))
-    made = [aligned((short, short), sums) for _ in range(4 if lies else 2)]
+    made = [aligned((short, short), sums) for _ in range(4 if squares else 2)]
     # Otherwise, each step's factor is also the product of all steps, and no spare is needed.
-    square, factor, product, spare = made if lies else (*made, made[1], made[1])
+    square, factor, product, spare = made if squares else (*made, made[1], made[1])
     whole = Part(0, short, 0, long)
-    return PolarMemory(x, y, square, factor, product, spare, np.empty(long), lies, whole)
+    return PolarMemory(x, y, square, factor, product, spare, np.empty(long), squares, whole)
 
 
 @jit
